@@ -1,0 +1,159 @@
+"""PorosConfig: the one object that says how a model is quantised and streamed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+from poros_hf.errors import ConfigError
+
+SCHEMA_VERSION = 1
+Auto = Literal["auto"]
+
+_COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
+_LATER = {
+    "bf16": "streaming 16-bit weights is not in this version",
+    "int8": "int8 is not in this version; it would stay resident and save no VRAM by streaming",
+}
+
+
+def _option(default: Any, help_text: str, unit: str | None = None) -> Any:
+    return field(default=default, metadata={"help": help_text, "unit": unit})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PorosConfig:
+    """How a frozen base model is quantised and streamed through the GPU.
+
+    Immutable, and checked when it is made; hardware is never looked at here. Pass it as
+    `quantization_config=` to `from_pretrained`, or to `poros_hf.from_pretrained`.
+
+    Raises:
+        ConfigError: A value is out of range, or asks for what this version does not have.
+    """
+
+    # What transformers looks up to find the quantizer that hf/ registers.
+    quant_method: ClassVar[str] = "poros_nf4"
+
+    quantization: str = _option("nf4", "How the frozen base is stored: nf4 (bitsandbytes NF4).")
+    double_quant: bool = _option(True, "Quantise the block scales as well (saves about 8 %).")
+    compute_dtype: str = _option(
+        "bfloat16", "Type the dequantised weights are multiplied in: bfloat16, float16, float32."
+    )
+    block_size: int | Auto = _option(
+        "auto", "Decoder layers per streamed block, the unit of fetch; auto is 1.", "layers"
+    )
+    num_slots: int | Auto = _option(
+        "auto", "Blocks the device holds at a time for streaming; auto is 2.", "blocks"
+    )
+    resident_blocks: int | Auto = _option(
+        "auto", "Blocks that stay on the device, spread evenly; auto is 0.", "blocks"
+    )
+    vram_budget: str | Auto = _option("auto", "Device memory to plan for.", "bytes")
+    micro_batch_size: int | Auto = _option(
+        "auto", "Rows that go through a layer at a time; auto is the whole batch.", "rows"
+    )
+    nf4_load_strategy: str = _option(
+        "auto", "How a checkpoint is read: auto or standard (transformers' own reader)."
+    )
+    host_memory: str = _option(
+        "auto",
+        "pinned demands page-locked host memory; auto goes on with pageable memory, and says so.",
+    )
+
+    def __post_init__(self) -> None:
+        """Check ranges and refuse by name what this version does not have."""
+        self._check_quantization()
+        self._check_choice("compute_dtype", _COMPUTE_DTYPES)
+        self._check_choice("nf4_load_strategy", ("auto", "standard", "streamed"))
+        self._check_choice("host_memory", ("auto", "pinned"))
+        for name, least in (("block_size", 1), ("num_slots", 1), ("resident_blocks", 0)):
+            self._check_count(name, least)
+        self._refuse_later_options()
+
+    def _check_quantization(self) -> None:
+        if self.quantization in _LATER:
+            raise ConfigError(
+                "quantization-later",
+                f"quantization={self.quantization!r}: {_LATER[self.quantization]}",
+                remedies=["use quantization='nf4'"],
+            )
+        self._check_choice("quantization", ("nf4",))
+
+    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            raise ConfigError(
+                "config-value",
+                f"{name}={value!r} is not one of {', '.join(allowed)}",
+                field=name,
+                value=value,
+            )
+
+    def _check_count(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value == "auto":
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(
+                "config-value",
+                f"{name}={value!r} must be 'auto' or a whole number from {least} up",
+                field=name,
+                value=value,
+            )
+
+    def _refuse_later_options(self) -> None:
+        asked = [
+            f"{name}={getattr(self, name)!r}"
+            for name, default in (
+                ("vram_budget", "auto"),
+                ("micro_batch_size", "auto"),
+            )
+            if getattr(self, name) != default
+        ]
+        if self.nf4_load_strategy == "streamed":
+            asked.append("nf4_load_strategy='streamed'")
+        if asked:
+            raise ConfigError(
+                "config-later",
+                f"{', '.join(asked)}: not in this version",
+                remedies=["leave it at its default", "set num_slots and resident_blocks by hand"],
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, the schema version and the quant_method, ready for JSON or YAML."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "quant_method": self.quant_method,
+            **values,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PorosConfig:
+        """Build a config from a mapping such as `to_dict` gives.
+
+        Raises:
+            ConfigError: A key is unknown (the nearest known one is named), or the schema is newer.
+        """
+        given = dict(values)
+        version = given.pop("schema_version", SCHEMA_VERSION)
+        if version != SCHEMA_VERSION:
+            raise ConfigError(
+                "config-schema",
+                f"schema_version {version!r} is not {SCHEMA_VERSION}, the one this version reads",
+                remedies=["upgrade poros-hf", "write the file anew with this version"],
+                schema_version=version,
+            )
+        method = given.pop("quant_method", cls.quant_method)
+        if method != cls.quant_method:
+            raise ConfigError("config-value", f"quant_method={method!r} is not {cls.quant_method}")
+        known = [item.name for item in fields(cls)]
+        for key in given:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+                raise ConfigError("config-key", f"unknown key {key!r}{hint}", key=key)
+        return cls(**given)

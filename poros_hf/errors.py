@@ -1,0 +1,71 @@
+"""Every error the package raises on purpose.
+
+    PorosError
+    +- ConfigError (ValueError)            a setting is wrong, alone or beside another one
+    +- HostSetupError (RuntimeError)       the machine or its software cannot do what is needed
+    +- CapacityError (RuntimeError)        VRAM, RAM or pinned memory is too small
+    +- CheckpointError (RuntimeError)      a checkpoint is incomplete or of another format
+    +- UnsupportedModelError (ValueError)  the model, or a wish about it, cannot be streamed
+    +- StreamStateError (RuntimeError)     a block was used against the protocol of the slots
+    +- TrainingGuardError (RuntimeError)   training would go on without learning, or on nonsense
+
+Each carries a slug, which names a section of docs/errors.md, and its numbers as `details`, so
+that a caller never parses the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PorosError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        slug: Name of the section of docs/errors.md that explains the error.
+        what: What failed and on what; needed, available and short by where they exist.
+        remedies: What to do, one or two concrete actions.
+        **details: The numbers and names in the text, for callers.
+    """
+
+    def __init__(
+        self, slug: str, what: str, *, remedies: Sequence[str] = (), **details: object
+    ) -> None:
+        self.slug = slug
+        self.details = details
+        advice = f"\nDo one of: {'; '.join(remedies)}." if remedies else ""
+        super().__init__(f"[{slug}] {what}{advice}")
+
+
+class ConfigError(PorosError, ValueError):
+    """A setting is wrong, alone or beside another one."""
+
+
+class HostSetupError(PorosError, RuntimeError):
+    """The machine or its software cannot do what is needed."""
+
+
+class CapacityError(PorosError, RuntimeError):
+    """VRAM, RAM or pinned memory is too small for the plan."""
+
+
+class CheckpointError(PorosError, RuntimeError):
+    """A checkpoint is incomplete, or is not what its config says."""
+
+
+class UnsupportedModelError(PorosError, ValueError):
+    """The model, or something asked of it, cannot be streamed."""
+
+
+class StreamStateError(PorosError, RuntimeError):
+    """A block was fetched, used or released against the protocol of the slots."""
+
+
+class TrainingGuardError(PorosError, RuntimeError):
+    """Training would continue without learning anything, or on numbers that are not finite."""
+
+
+def name_offenders(names: Sequence[str], limit: int = 5) -> str:
+    """Join at most `limit` names for a message and count the rest."""
+    shown = ", ".join(names[:limit])
+    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown

@@ -1,0 +1,339 @@
+"""Streams, events and page locks: the only module that touches them.
+
+[Note: two clocks]
+The host enqueues; the device executes. Work on the compute stream and work on the copy stream is
+ordered by events alone, and nothing on the step path makes the host wait. `Runtime` has four
+verbs: `stage` (on the copy stream: wait, copy, record), `wait` and `record` (on a compute stream)
+and `close`.
+
+`CpuRuntime` has the same verbs without a device. By default its copies run at once; with
+`lazy=True` a copy runs as late as its events allow, so that a missing wait reads what the slot
+held before. It also writes down the order of operations.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from poros_hf.errors import HostSetupError
+
+POISON = 0xFF
+_MAX_OPEN_TIMINGS = 256
+
+
+@dataclass(kw_only=True)
+class TransferTimes:
+    """Time of finished copies since the counters were last taken.
+
+    `stall_ms` is the part of `copy_ms` for which compute had to wait.
+    """
+
+    copy_ms: float = 0.0
+    stall_ms: float = 0.0
+
+    @property
+    def overlap_percent(self) -> float:
+        """Share of the copy time that was hidden behind compute, 0 to 100."""
+        if self.copy_ms == 0.0:
+            return 0.0
+        return 100.0 * max(0.0, 1.0 - self.stall_ms / self.copy_ms)
+
+
+class Runtime(ABC):
+    """The verbs that the streamer needs from a device.
+
+    Events and streams are opaque to callers: they come from `new_event` and `current_stream` and
+    go back into `stage`, `wait` and `record`.
+    """
+
+    device: torch.device
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return uninitialised device memory, uint8 [num_bytes]."""
+
+    @abstractmethod
+    def new_event(self, label: str) -> Any:
+        """Make an event that has not been recorded; waiting for it is a no-op."""
+
+    @abstractmethod
+    def current_stream(self) -> Any:
+        """Return the compute stream that is current for the calling thread."""
+
+    @abstractmethod
+    def stage(
+        self, source: torch.Tensor, target: torch.Tensor, *, after: Any, done: Any, poison: bool
+    ) -> None:
+        """Copy host bytes into a slot on the copy stream.
+
+        Args:
+            source: Host memory, uint8 [n].
+            target: Device memory, uint8 [m], m >= n; the first n bytes are written.
+            after: Event that the copy stream waits for first.
+            done: Event recorded behind the copy.
+            poison: Overwrite all of `target` with 0xFF before the copy.
+
+        Streams: copy stream waits `after`, records `done`. The host does not block.
+        """
+
+    @abstractmethod
+    def wait(self, event: Any, stream: Any) -> None:
+        """Make `stream` wait for `event`; the host does not block."""
+
+    @abstractmethod
+    def record(self, event: Any, stream: Any) -> None:
+        """Record `event` behind everything enqueued on `stream` so far."""
+
+    @abstractmethod
+    def take_times(self) -> TransferTimes:
+        """Return the times of copies that have finished, and start counting anew."""
+
+    @abstractmethod
+    def page_lock(self, buffer: torch.Tensor) -> bool:
+        """Page-lock host memory in place; False where the system refuses."""
+
+    @abstractmethod
+    def page_unlock(self, buffer: torch.Tensor) -> None:
+        """Undo `page_lock`."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block the host until every copy and kernel has finished; never on the step path."""
+
+
+class CudaRuntime(Runtime):
+    """One CUDA device with one copy stream.
+
+    Args:
+        device: CUDA device; its index defaults to the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self.device = torch.device("cuda", index)
+        # Copies must not queue behind kernels, so they have a stream of their own.
+        self._copy_stream = torch.cuda.Stream(self.device)
+        self._free_pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._open_copies: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._open_stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._times = TransferTimes()
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return uninitialised device memory, uint8 [num_bytes]."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def new_event(self, label: str) -> torch.cuda.Event:
+        """Make an event without timing; `label` is for the CPU runtime only."""
+        return torch.cuda.Event()
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """Return the calling thread's current stream of this device."""
+        return torch.cuda.current_stream(self.device)
+
+    def stage(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        after: torch.cuda.Event,
+        done: torch.cuda.Event,
+        poison: bool,
+    ) -> None:
+        """See `Runtime.stage`."""
+        start, end = self._timing_pair()
+        with torch.cuda.stream(self._copy_stream):
+            self._copy_stream.wait_event(after)
+            if poison:
+                target.fill_(POISON)
+            start.record(self._copy_stream)
+            target[: source.numel()].copy_(source, non_blocking=True)
+            end.record(self._copy_stream)
+            done.record(self._copy_stream)
+        self._open_copies.append((start, end))
+
+    def wait(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        """See `Runtime.wait`; the wait is timed on the stream itself."""
+        before, behind = self._timing_pair()
+        before.record(stream)
+        stream.wait_event(event)
+        behind.record(stream)
+        self._open_stalls.append((before, behind))
+
+    def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        """See `Runtime.record`."""
+        event.record(stream)
+
+    def take_times(self) -> TransferTimes:
+        """See `Runtime.take_times`; asks events, never waits for them."""
+        self._times.copy_ms += self._collect(self._open_copies)
+        self._times.stall_ms += self._collect(self._open_stalls)
+        times, self._times = self._times, TransferTimes()
+        return times
+
+    def page_lock(self, buffer: torch.Tensor) -> bool:
+        """Register `buffer` with the driver, in place and without a second copy."""
+        code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+        if int(code) == 0:
+            return True
+        self._clear_sticky_error()
+        return False
+
+    def page_unlock(self, buffer: torch.Tensor) -> None:
+        """Unregister `buffer`; copies from it must have finished."""
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+    def drain(self) -> None:
+        """Wait for everything on the device."""
+        torch.cuda.synchronize(self.device)
+
+    def _clear_sticky_error(self) -> None:
+        # A refused registration stays in the driver's last-error slot, where the next launch would
+        # report it as its own failure. That next launch is this one.
+        try:
+            torch.zeros(1, device=self.device)
+        except RuntimeError:
+            return
+
+    def _timing_pair(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        if len(self._open_copies) > _MAX_OPEN_TIMINGS:
+            self._times.copy_ms += self._collect(self._open_copies)
+            self._times.stall_ms += self._collect(self._open_stalls)
+        if self._free_pairs:
+            return self._free_pairs.pop()
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def _collect(self, pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+        total_ms = 0.0
+        while pairs and pairs[0][1].query():
+            pair = pairs.popleft()
+            total_ms += pair[0].elapsed_time(pair[1])
+            self._free_pairs.append(pair)
+        return total_ms
+
+
+@dataclass(eq=False)
+class CpuEvent:
+    """An event of `CpuRuntime`: a name for the trace, and the copy it stands behind."""
+
+    label: str
+    pending: _PendingCopy | None = None
+
+
+@dataclass(eq=False)
+class _PendingCopy:
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass
+class CpuRuntime(Runtime):
+    """The runtime without a GPU: one compute stream that runs at once, one queue of copies.
+
+    Args:
+        lazy: Run each copy only when compute waits for it.
+        keep_trace: Write the order of operations into `trace`, for tests.
+    """
+
+    lazy: bool = False
+    keep_trace: bool = False
+    trace: list[tuple[str, str]] = field(default_factory=list)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _queue: deque[_PendingCopy] = field(default_factory=deque)
+    _times: TransferTimes = field(default_factory=TransferTimes)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return uninitialised memory, uint8 [num_bytes]."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def new_event(self, label: str) -> CpuEvent:
+        """Make an event that has not been recorded."""
+        return CpuEvent(label)
+
+    def current_stream(self) -> str:
+        """Return the name of the one compute stream."""
+        return "compute"
+
+    def stage(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        after: CpuEvent,
+        done: CpuEvent,
+        poison: bool,
+    ) -> None:
+        """See `Runtime.stage`; the copy itself runs now, or at the wait if lazy."""
+        self._note("copy wait", after.label)
+        if poison:
+            target.fill_(POISON)
+        self._note("copy", done.label)
+        done.pending = _PendingCopy(source, target)
+        self._queue.append(done.pending)
+        if not self.lazy:
+            # Compute stands still while the host copies, so nothing of it is hidden.
+            self._times.stall_ms += self._run_until(done.pending)
+
+    def wait(self, event: CpuEvent, stream: str) -> None:
+        """See `Runtime.wait`."""
+        self._note("compute wait", event.label)
+        if event.pending is not None:
+            self._times.stall_ms += self._run_until(event.pending)
+
+    def record(self, event: CpuEvent, stream: str) -> None:
+        """See `Runtime.record`."""
+        self._note("compute record", event.label)
+
+    def take_times(self) -> TransferTimes:
+        """See `Runtime.take_times`."""
+        times, self._times = self._times, TransferTimes()
+        return times
+
+    def page_lock(self, buffer: torch.Tensor) -> bool:
+        """Do nothing: there is no device to copy to."""
+        return True
+
+    def page_unlock(self, buffer: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def drain(self) -> None:
+        """Run every copy that is still queued."""
+        while self._queue:
+            self._run_until(self._queue[0])
+
+    def _run_until(self, last: _PendingCopy) -> float:
+        """Run queued copies up to `last` in order and return the milliseconds they took."""
+        start = time.perf_counter()
+        while last in self._queue:
+            copy = self._queue.popleft()
+            copy.target[: copy.source.numel()].copy_(copy.source)
+        elapsed_ms = 1e3 * (time.perf_counter() - start)
+        self._times.copy_ms += elapsed_ms
+        return elapsed_ms
+
+    def _note(self, operation: str, label: str) -> None:
+        if self.keep_trace:
+            self.trace.append((operation, label))
+
+
+def runtime_for(device: torch.device) -> Runtime:
+    """Return the runtime of a compute device.
+
+    Raises:
+        HostSetupError: The device is neither CUDA nor the CPU.
+    """
+    if device.type == "cuda":
+        return CudaRuntime(device)
+    if device.type == "cpu":
+        return CpuRuntime()
+    raise HostSetupError(
+        "device-type",
+        f"cannot stream to a {device.type!r} device",
+        remedies=["use a CUDA device", "use the CPU to try things out"],
+        device=str(device),
+    )

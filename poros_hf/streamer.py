@@ -1,0 +1,206 @@
+"""Streamer: makes a block's weights readable on the device when a layer asks for them.
+
+[Note: order is never assumed]
+`acquire` fetches on demand, whatever came before. From the last two blocks it guesses the
+direction of travel and stages the blocks ahead; a wrong guess costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from poros_hf.errors import StreamStateError
+from poros_hf.planner import StreamPlan
+from poros_hf.runtime import Runtime, TransferTimes
+from poros_hf.slots import SlotPool, SlotState
+from poros_hf.store import HostStore, block_key
+
+BlockViews = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A claim on one block, from `acquire` to `release`.
+
+    `views` are the block's tensors by name, on the device, readable on the stream that was
+    current at `acquire` and until `release`.
+    """
+
+    block: int
+    views: BlockViews
+    stream: Any
+
+
+class Streamer:
+    """Where store, slots and runtime meet. Knows bytes and blocks, no modules.
+
+    Safe to call from several threads: autograd runs backward on its own.
+
+    Args:
+        store: Sealed; has an entry for every block of the plan.
+        plan: Slots and resident blocks.
+        runtime: The device.
+    """
+
+    def __init__(self, store: HostStore, plan: StreamPlan, runtime: Runtime) -> None:
+        self.store = store
+        self.runtime = runtime
+        self.moved_bytes = 0
+        self.num_copies = 0
+        self._sources = [store.entry(block_key(block)) for block in range(plan.num_blocks)]
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._poison = False
+        self._set_plan(plan)
+
+    @property
+    def plan(self) -> StreamPlan:
+        """The plan in force."""
+        return self._plan
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of all slots, those of resident blocks included."""
+        return self._slots.num_bytes
+
+    def acquire(self, block: int) -> Lease:
+        """Make `block` readable on the current stream, fetching it if it is not there.
+
+        Args:
+            block: 0 <= block < plan.num_blocks.
+
+        Returns:
+            The lease; give it to `release` exactly once.
+
+        Raises:
+            StreamStateError: The streamer is closed, or the block's slot is used by another one.
+
+        Streams: the current stream waits for this block's copy only; the host does not block.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise StreamStateError(
+                    "streamer-closed",
+                    f"block {block} was asked for after the streamer was closed",
+                    remedies=["load the model again"],
+                )
+            self._ensure_staged(block)
+            stream = self._slots.use(block)
+            self._look_ahead(block)
+            return Lease(block, self._views[block], stream)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease; the slot may be overwritten once the work enqueued so far has run.
+
+        Streams: the lease's stream records the slot's `consumed`; the host does not block.
+        """
+        with self._lock:
+            self._slots.free(lease.block, lease.stream)
+
+    @contextmanager
+    def hold(self, block: int) -> Iterator[BlockViews]:
+        """Acquire `block` for a `with` block and yield its tensors by name."""
+        lease = self.acquire(block)
+        try:
+            yield lease.views
+        finally:
+            self.release(lease)
+
+    def replan(self, plan: StreamPlan) -> None:
+        """Give the old slots back and make new ones.
+
+        Raises:
+            StreamStateError: A block is in use, or the plan is for other blocks.
+        """
+        with self._lock:
+            if plan.block_bytes != self._plan.block_bytes:
+                raise StreamStateError("plan-mismatch", "the new plan is for other blocks")
+            self._refuse_while_in_use("replanned")
+            if plan != self._plan:
+                self.runtime.drain()
+                del self._slots, self._views
+                self._set_plan(plan)
+
+    def enable_poison(self) -> None:
+        """Overwrite a slot with 0xFF before each copy into it, so that a stale read shows."""
+        self._poison = True
+        self._slots.poison = True
+
+    def slot_states(self) -> list[SlotState]:
+        """Return the state of every slot, for tests and reports."""
+        return self._slots.states()
+
+    def take_times(self) -> TransferTimes:
+        """Return copy and stall time since the last call; never waits for the device."""
+        return self.runtime.take_times()
+
+    def close(self) -> None:
+        """Wait for the device, then give slots and page lock back; idempotent.
+
+        Raises:
+            StreamStateError: A block is in use.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._refuse_while_in_use("closed")
+            self.runtime.drain()
+            self._is_closed = True
+            del self._slots, self._views, self._sources
+            self.store.close()
+
+    def _set_plan(self, plan: StreamPlan) -> None:
+        self._plan = plan
+        self._slots = SlotPool(plan, self.runtime)
+        self._slots.poison = self._poison
+        self._views: list[BlockViews] = [
+            self.store.layout(block_key(block)).lay_over(self._slots.memory_of(block))
+            for block in range(plan.num_blocks)
+        ]
+        self._streamed = plan.streamed
+        self._position = {block: j for j, block in enumerate(self._streamed)}
+        self._last_block: int | None = None
+        self._direction = 1
+
+    def _ensure_staged(self, block: int) -> None:
+        if self._slots.holds(block):
+            return
+        source = self._sources[block]
+        with record_function(f"poros.stage[block {block}]"):
+            self._slots.stage(block, source)
+        self.moved_bytes += source.numel()
+        self.num_copies += 1
+
+    def _look_ahead(self, block: int) -> None:
+        """On arrival at another block, stage the next ones in the direction of travel."""
+        if block == self._last_block:
+            return
+        if self._last_block is not None:
+            step = block - self._last_block
+            # A jump is a pass that starts anew, and passes start forwards.
+            self._direction = step if abs(step) == 1 else 1
+        self._last_block = block
+        for ahead in self._blocks_ahead(block):
+            if not self._slots.can_stage(ahead):
+                return
+            self._ensure_staged(ahead)
+
+    def _blocks_ahead(self, block: int) -> list[int]:
+        """Return the streamed blocks that fit the slots `block` leaves free, nearest first."""
+        count = self._plan.num_slots - (block in self._position)
+        if self._direction > 0:
+            return [b for b in self._streamed if b > block][:count]
+        return [b for b in reversed(self._streamed) if b < block][:count]
+
+    def _refuse_while_in_use(self, action: str) -> None:
+        if SlotState.IN_USE in self._slots.states():
+            raise StreamStateError(
+                "slot-in-use", f"the streamer cannot be {action} while a block is in use"
+            )
