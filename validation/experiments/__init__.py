@@ -1,0 +1,1 @@
+"""One folder an experiment; protocols/<id>.md says what it asks."""

@@ -1,0 +1,153 @@
+"""Recompute every claim from the samples of its artifacts: `python -m validation.harness.aggregate`.
+
+Reads validation/claims.toml, writes validation/claims.json, and lists on stdout every artifact
+that was passed over and every claim that has no value.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import statistics
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from validation.harness import classify, repository, run
+
+CLAIMS_TOML = repository.ROOT / "validation" / "claims.toml"
+CLAIMS_JSON = repository.ROOT / "validation" / "claims.json"
+
+AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "max": max,
+    "min": min,
+    "median": statistics.median,
+    "mean": statistics.fmean,
+    "sum": sum,
+    "last": lambda values: values[-1],
+}
+GOALS: Mapping[str, Callable[[float, float, float], bool]] = {
+    "equal": lambda value, target, tolerance: abs(value - target) <= tolerance,
+    "at_most": lambda value, target, tolerance: value <= target + tolerance,
+    "at_least": lambda value, target, tolerance: value >= target - tolerance,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One published number, as claims.toml describes it."""
+
+    id: str
+    sentence: str
+    unit: str
+    protocol: str  # experiment whose artifacts count
+    arm: str  # pattern of the arms that count, as a shell would match it
+    field: str  # field of the samples
+    aggregate: str  # over the samples of one run
+    across: str = "median"  # over the runs
+    min_repeats: int = 1  # fewest runs of each arm
+    requires: tuple[str, ...] = ()  # checks that must be true in every run
+    goal: str = "equal"
+    target: float = 0.0
+    tolerance: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A claim's value as claims.json holds it, or the reason why there is none."""
+
+    value: dict[str, Any] | None
+    reason: str = ""
+
+
+Artifact = tuple[Path, Mapping[str, Any]]
+
+
+def load_claims(path: Path = CLAIMS_TOML) -> list[Claim]:
+    """Read the claims; an unknown key or a missing one raises TypeError."""
+    tables = tomllib.loads(path.read_text()).get("claim", [])
+    return [Claim(**{**table, "requires": tuple(table.get("requires", ()))}) for table in tables]
+
+
+def sort_out(artifacts: Iterable[Artifact]) -> tuple[list[Artifact], list[str]]:
+    """Keep the publishable artifacts; say for each other one why it is not."""
+    kept, notes = [], []
+    for path, record in artifacts:
+        verdict = classify.classify(record, path)
+        if verdict.kind == "publishable":
+            kept.append((path, record))
+        else:
+            notes.append(f"{verdict.kind}: {path.name}: {'; '.join(verdict.reasons)}")
+    return kept, notes
+
+
+def evaluate(claim: Claim, artifacts: Sequence[Artifact]) -> Outcome:
+    """Compute one claim from publishable artifacts."""
+    chosen = [
+        (path, record)
+        for path, record in artifacts
+        if record["id"] == claim.protocol and fnmatch.fnmatchcase(record["arm"], claim.arm)
+    ]
+    if not chosen:
+        return Outcome(None, "no publishable artifact")
+    arms = [record["arm"] for _, record in chosen]
+    short = sorted({arm for arm in arms if arms.count(arm) < claim.min_repeats})
+    if short:
+        return Outcome(None, f"fewer than {claim.min_repeats} runs of {', '.join(short)}")
+    failed = [
+        f"{path.name}: {check}"
+        for path, record in chosen
+        for check in claim.requires
+        if record["checks"].get(check) is not True
+    ]
+    if failed:
+        return Outcome(None, f"required check failed: {'; '.join(failed)}")
+    values = [_aggregate_run(claim, record) for _, record in chosen]
+    return Outcome(
+        {
+            "value": AGGREGATES[claim.across](values),
+            "unit": claim.unit,
+            "artifacts": [_relative(path) for path, _ in chosen],
+            "repeats": len(values),
+            "spread": [min(values), max(values)],
+            "arm": ", ".join(sorted(set(arms))),
+        }
+    )
+
+
+def _aggregate_run(claim: Claim, record: Mapping[str, Any]) -> float:
+    column = [sample[claim.field] for sample in record["samples"] if claim.field in sample]
+    return AGGREGATES[claim.aggregate](column)
+
+
+def _relative(path: Path) -> str:
+    inside = path.is_relative_to(repository.ROOT)
+    return path.relative_to(repository.ROOT).as_posix() if inside else path.as_posix()
+
+
+def main() -> int:
+    """Write claims.json; 1 where a claim that has a value misses its goal."""
+    artifacts, notes = sort_out(run.read_all())
+    print(*notes, sep="\n", end="\n" if notes else "")
+    values, missed = {}, 0
+    for claim in load_claims():
+        outcome = evaluate(claim, artifacts)
+        if outcome.value is None:
+            print(f"missing: {claim.id}: {outcome.reason}")
+            continue
+        values[claim.id] = outcome.value
+        reached = GOALS[claim.goal](outcome.value["value"], claim.target, claim.tolerance)
+        missed += not reached
+        goal = f"{claim.goal.replace('_', ' ')} {claim.target:g}"
+        print(
+            f"{'reached' if reached else 'MISSED'}: {claim.id} = {outcome.value['value']:g} "
+            f"({goal}; {outcome.value['repeats']} runs)"
+        )
+    CLAIMS_JSON.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,74 @@
+"""Make a record, write it once, read all of them back."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from validation.harness import repository, schema
+
+ARTIFACTS = repository.ROOT / "validation" / "artifacts"
+_STAMP = "%Y%m%dT%H%M%SZ"
+_STAMP_GLOB = "[0-9]" * 8 + "T" + "[0-9]" * 6 + "Z"
+
+
+def utc_stamp() -> str:
+    """Return the time now as artifact names carry it."""
+    return datetime.datetime.now(datetime.UTC).strftime(_STAMP)
+
+
+def sha256_of(paths: Iterable[Path]) -> str:
+    """Hash the contents of files, in the order given."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as stream:
+            while chunk := stream.read(2**24):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def make_record(fields: Mapping[str, Any]) -> schema.Record:
+    """Complete a record with schema, git state and the derived summary.
+
+    Args:
+        fields: All other keys of `schema.FIELDS`; `error`, `plan` and `checks` may be left out.
+    """
+    return {
+        "schema": schema.SCHEMA,
+        "error": None,
+        "plan": None,
+        "checks": {},
+        "git": dict(repository.read_state()),
+        **fields,
+        "summary": schema.summarise(fields["samples"]),
+    }
+
+
+def write(record: schema.Record, root: Path = ARTIFACTS) -> Path:
+    """Write a record under root/<id>/<hardware>/; an existing file is never touched.
+
+    Raises:
+        ValueError: The record is not valid.
+    """
+    found = schema.problems(record)
+    if found:
+        raise ValueError(f"not a valid record: {'; '.join(found)}")
+    folder = root / record["id"] / record["environment"]["hardware"]
+    folder.mkdir(parents=True, exist_ok=True)
+    tail = f"-{record['arm']}-{record['git']['commit'][:7]}-r"
+    repeat = 1 + sum(1 for _ in folder.glob(f"{_STAMP_GLOB}{tail}*.json"))
+    path = folder / f"{record['started']}{tail}{repeat}.json"
+    with path.open("x") as stream:
+        json.dump(record, stream, indent=1, allow_nan=False)
+        stream.write("\n")
+    return path
+
+
+def read_all(root: Path = ARTIFACTS) -> Iterator[tuple[Path, schema.Record]]:
+    """Yield (path, record) of every artifact, by path."""
+    for path in sorted(root.rglob("*.json")):
+        yield path, json.loads(path.read_text())
