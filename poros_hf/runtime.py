@@ -45,6 +45,30 @@ class TransferTimes:
         return 100.0 * max(0.0, 1.0 - self.stall_ms / self.copy_ms)
 
 
+class HostRead:
+    """A small device tensor on its way to the host.
+
+    Args:
+        value: Host tensor; meaningful once `is_done`.
+        event: Recorded behind the copy; None where the value is there already.
+    """
+
+    def __init__(self, value: torch.Tensor, event: torch.cuda.Event | None = None) -> None:
+        self._value = value
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the value has arrived; never waits."""
+        return self._event is None or bool(self._event.query())
+
+    def get(self) -> torch.Tensor:
+        """Return the value, waiting for it if it has not arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._value
+
+
 class Runtime(ABC):
     """The verbs that the streamer needs from a device.
 
@@ -93,6 +117,10 @@ class Runtime(ABC):
     @abstractmethod
     def take_times(self) -> TransferTimes:
         """Return the times of copies that have finished, and start counting anew."""
+
+    @abstractmethod
+    def read_later(self, value: torch.Tensor) -> HostRead:
+        """Start reading a small device tensor; the host does not block."""
 
     @abstractmethod
     def page_lock(self, buffer: torch.Tensor) -> bool:
@@ -175,6 +203,14 @@ class CudaRuntime(Runtime):
         self._times.stall_ms += self._collect(self._open_stalls)
         times, self._times = self._times, TransferTimes()
         return times
+
+    def read_later(self, value: torch.Tensor) -> HostRead:
+        """See `Runtime.read_later`."""
+        target = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        target.copy_(value, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(self.current_stream())
+        return HostRead(target, event)
 
     def page_lock(self, buffer: torch.Tensor) -> bool:
         """Register `buffer` with the driver, in place and without a second copy."""
@@ -293,6 +329,10 @@ class CpuRuntime(Runtime):
         """See `Runtime.take_times`."""
         times, self._times = self._times, TransferTimes()
         return times
+
+    def read_later(self, value: torch.Tensor) -> HostRead:
+        """See `Runtime.read_later`; it is here already."""
+        return HostRead(value.clone())
 
     def page_lock(self, buffer: torch.Tensor) -> bool:
         """Do nothing: there is no device to copy to."""

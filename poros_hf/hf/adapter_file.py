@@ -1,0 +1,52 @@
+"""The adapter on disk, compared with the adapter in memory after every save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peft import get_peft_model_state_dict
+from safetensors import safe_open
+
+from poros_hf.errors import TrainingGuardError, name_offenders
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def check_saved_adapter(folder: Path, model: Any) -> None:
+    """Open the adapter that was just saved and compare names and shapes with what is trained.
+
+    Source: a PEFT release that saved adapters without a single tensor, and reported success.
+
+    Args:
+        folder: Where Trainer saved, for example `checkpoint-10`.
+        model: The PEFT model.
+
+    Raises:
+        TrainingGuardError: The file is missing, or tensors are missing or have other shapes.
+    """
+    path = folder / ADAPTER_FILE
+    if not path.is_file():
+        raise TrainingGuardError(
+            "adapter-file",
+            f"{path} was not written",
+            remedies=["check the disk and the permissions of the output folder"],
+            path=str(path),
+        )
+    adapter = model.active_adapters[0]
+    wanted = {
+        name: list(tensor.shape)
+        for name, tensor in get_peft_model_state_dict(model, adapter_name=adapter).items()
+    }
+    with safe_open(path, framework="pt") as file:
+        saved = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    wrong = sorted(name for name, shape in wanted.items() if saved.get(name) != shape)
+    if wrong or not wanted:
+        raise TrainingGuardError(
+            "adapter-file",
+            f"{path} has {len(saved)} tensors, the trained adapter has {len(wanted)}; missing or "
+            f"of another shape: {name_offenders(wrong)}",
+            remedies=["report it with the versions of peft and poros-hf: training is not saved"],
+            path=str(path),
+            names=wrong,
+        )

@@ -1,0 +1,271 @@
+"""PorosStreaming: the callback that looks after a streamed model under a Trainer."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from poros_hf.config import PorosConfig
+from poros_hf.errors import ConfigError, UnsupportedModelError
+from poros_hf.hf.adapter_file import check_saved_adapter
+from poros_hf.hf.guards import AdapterGuard, LossGuard, check_logged_loss
+from poros_hf.hf.refusals import refuse_adapters, refuse_arguments
+from poros_hf.hf.session import StreamSession, find_session
+from poros_hf.planner import plan_stream
+from poros_hf.units import GB, format_bytes
+
+logger = logging.getLogger(__name__)
+
+# What decides the bytes in the store; the rest is policy and may change after loading.
+_STORE_FIELDS = ("quantization", "double_quant", "compute_dtype", "block_size")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamReport:
+    """What one `train()` moved, and through which memory.
+
+    Attributes:
+        store_bytes: Host store, page-locked on a GPU machine.
+        slot_bytes: Device memory of all slots.
+        moved_bytes: Host to device, evaluation included.
+        steps: Optimizer steps.
+        moved_bytes_per_step: Of the steps alone, evaluation left out; 0 before the first step.
+    """
+
+    store_bytes: int
+    slot_bytes: int
+    num_blocks: int
+    num_slots: int
+    num_resident_blocks: int
+    moved_bytes: int
+    steps: int
+    moved_bytes_per_step: int
+
+
+class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is not typed
+    """Looks after a streamed model: final plan, guards, transfer figures in the logs.
+
+    Pass one to `SFTTrainer(..., callbacks=[PorosStreaming()])`, or to any Trainer. The figures
+    are `poros/moved_gb` (1e9 bytes since the last log), `poros/h2d_gbps` (1e9 bytes per second
+    while copying), `poros/stall_ms` (compute waiting for copies) and `poros/overlap_percent`
+    (share of the copy time that was hidden).
+
+    Args:
+        config: Replaces the policy of the config that the model was loaded with (num_slots,
+            resident_blocks); what decides the stored bytes must agree. None keeps that config.
+        debug: Overwrite each slot with 0xFF before a copy into it, so that a stale read shows.
+    """
+
+    def __init__(self, config: PorosConfig | None = None, *, debug: bool = False) -> None:
+        self._config = config
+        self._debug = debug
+        self._session: StreamSession | None = None
+        self._loss: LossGuard | None = None
+        self._adapters: AdapterGuard | None = None
+        self._step = 0
+        self._first_step = 0
+        self._moved_at_start = 0
+        self._moved_at_log = 0
+        self._moved_at_step_begin = 0
+        self._moved_in_steps = 0
+        self._is_stepping = False
+
+    @property
+    def report(self) -> StreamReport:
+        """What has been moved since training began."""
+        streamer = self._require_session().streamer
+        steps = self._step - self._first_step
+        plan = streamer.plan
+        return StreamReport(
+            store_bytes=streamer.store.num_bytes,
+            slot_bytes=streamer.slot_bytes,
+            num_blocks=plan.num_blocks,
+            num_slots=plan.num_slots,
+            num_resident_blocks=len(plan.resident),
+            moved_bytes=streamer.moved_bytes - self._moved_at_start,
+            steps=steps,
+            moved_bytes_per_step=self._moved_in_steps // steps if steps else 0,
+        )
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Check model and arguments, and keep DDP away from the placeholders."""
+        session = find_session(model)
+        if session is None:
+            raise UnsupportedModelError(
+                "not-streamed",
+                f"PorosStreaming was given a {type(model).__name__} that is not streamed",
+                remedies=[
+                    "load it with quantization_config=PorosConfig()",
+                    "load it with poros_hf.from_pretrained",
+                ],
+            )
+        refuse_arguments(args)
+        refuse_adapters(model)
+        _check_same_store(session.config, self._config)
+        session.has_callback = True
+        self._session = session
+        _hide_from_ddp(model, set(session.weight_names))
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Make the final plan, start the guards and say in one line what will be streamed."""
+        session = self._require_session()
+        streamer = session.streamer
+        if self._debug:
+            streamer.enable_poison()
+        config = self._config or session.config
+        streamer.replan(plan_stream(streamer.plan.block_bytes, config))
+        streamer.take_times()
+        self._step = self._first_step = state.global_step
+        self._moved_at_start = self._moved_at_log = streamer.moved_bytes
+        self._moved_in_steps = 0
+        self._is_stepping = False
+        self._loss = LossGuard(streamer.runtime, lambda: self._step + 1)
+        self._loss.watch(model)
+        self._adapters = AdapterGuard(model)
+        _log_plan(session)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note where the step's transfers start."""
+        self._moved_at_step_begin = self._require_session().streamer.moved_bytes
+        self._is_stepping = True
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Stop before a bad gradient is used."""
+        if self._loss is None or self._adapters is None:
+            return
+        self._loss.check()
+        rate = max(float(group["lr"]) for group in optimizer.param_groups)
+        self._adapters.before_step(self._loss, rate, may_skip=bool(args.fp16))
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """See whether the step moved the adapters."""
+        if self._adapters is not None:
+            skipped = bool(getattr(optimizer, "step_was_skipped", False))
+            self._adapters.after_step(was_skipped=skipped)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the step and what it moved."""
+        self._step = state.global_step
+        if self._is_stepping:
+            moved = self._require_session().streamer.moved_bytes - self._moved_at_step_begin
+            self._moved_in_steps += moved
+            self._is_stepping = False
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the transfer figures to what Trainer logs and keeps in its history."""
+        if logs is None or self._session is None:
+            return
+        check_logged_loss(logs, state.global_step)
+        if "loss" not in logs:
+            return
+        figures = self._transfer_figures()
+        logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+    def on_save(
+        self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Open the adapter that was saved and compare it with what is trained."""
+        if args.should_save:
+            check_saved_adapter(Path(args.output_dir) / f"checkpoint-{state.global_step}", model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look at the last losses and stop watching."""
+        if self._loss is not None:
+            self._loss.check(wait=True)
+            self._loss.unwatch()
+
+    def _transfer_figures(self) -> dict[str, float]:
+        streamer = self._require_session().streamer
+        times = streamer.take_times()
+        moved = streamer.moved_bytes - self._moved_at_log
+        self._moved_at_log = streamer.moved_bytes
+        rate = moved / (times.copy_ms * 1e6) if times.copy_ms else 0.0
+        return {
+            "poros/moved_gb": round(moved / GB, 6),
+            "poros/h2d_gbps": round(rate, 3),
+            "poros/stall_ms": round(times.stall_ms, 3),
+            "poros/overlap_percent": round(times.overlap_percent, 1),
+        }
+
+    def _require_session(self) -> StreamSession:
+        if self._session is None:
+            raise UnsupportedModelError(
+                "not-streamed",
+                "PorosStreaming is not attached to a trainer yet",
+                remedies=["pass it to a trainer first: callbacks=[PorosStreaming()]"],
+            )
+        return self._session
+
+
+def _check_same_store(loaded: PorosConfig, given: PorosConfig | None) -> None:
+    if given is None:
+        return
+    differing = [
+        f"{name}: loaded with {getattr(loaded, name)!r}, callback says {getattr(given, name)!r}"
+        for name in _STORE_FIELDS
+        if getattr(loaded, name) != getattr(given, name)
+    ]
+    if differing:
+        raise ConfigError(
+            "store-mismatch",
+            f"the model and PorosStreaming disagree about the stored bytes: {'; '.join(differing)}",
+            remedies=["give both the same PorosConfig", "give PorosStreaming none"],
+        )
+
+
+def _hide_from_ddp(model: nn.Module, weight_names: set[str]) -> None:
+    """Put the placeholders on DDP's ignore list, under the names that the wrapped model uses.
+
+    DDP would broadcast every parameter when it wraps the model, the ones without memory too.
+    """
+    ours = [
+        name
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if _base_name(name) in weight_names
+    ]
+    before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    model._ddp_params_and_buffers_to_ignore = [*before, *ours]  # type: ignore[assignment]
+
+
+def _base_name(name: str) -> str:
+    """Undo PEFT's renaming of a base layer's parameter."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _log_plan(session: StreamSession) -> None:
+    streamer = session.streamer
+    plan = streamer.plan
+    logger.info(
+        "streaming %d blocks through %d slots, %d resident: host store %s (%s), slots %s, "
+        "%s host to device per step",
+        len(plan.streamed),
+        plan.num_slots,
+        len(plan.resident),
+        format_bytes(streamer.store.num_bytes),
+        "page-locked" if streamer.store.is_pinned else "pageable",
+        format_bytes(streamer.slot_bytes),
+        format_bytes(plan.moved_bytes_per_step),
+    )

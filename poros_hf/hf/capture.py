@@ -1,0 +1,149 @@
+"""From a loading model to a sealed store: each weight is captured as soon as it is 4-bit.
+
+transformers hands every quantised weight to an operation and puts what comes back into the
+module. The operations here give the bytes to the store and put a placeholder back, so that one
+weight at a time is on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, Bnb4bitQuantize
+
+from poros_hf.config import PorosConfig
+from poros_hf.hf.decoder import (
+    DecoderLayer,
+    find_decoder_layers,
+    quantised_linears,
+    refuse_unquantised,
+)
+from poros_hf.hf.session import StreamSession
+from poros_hf.layers import BlockHold, swap_class
+from poros_hf.linear import StreamedLinear4bit, WeightHandle
+from poros_hf.nf4 import (
+    PackedWeight,
+    TableCache,
+    WeightFormat,
+    placeholder,
+    take_apart,
+    tensor_specs,
+)
+from poros_hf.planner import block_size, plan_stream
+from poros_hf.runtime import Runtime
+from poros_hf.store import HostStore, TensorSpec, block_key
+from poros_hf.streamer import Streamer
+
+
+class ModelCapture:
+    """The store of one model while it is being filled.
+
+    Everything is sized from the meta model, so that what does not fit is refused before a weight
+    is read.
+
+    Args:
+        model: On the meta device, its linear layers replaced by `bnb.nn.Linear4bit`.
+        config: Block size, slots and host memory.
+        weight_format: How the weights are, or will be, quantised.
+        runtime: The device that will compute.
+
+    Raises:
+        UnsupportedModelError: The decoder cannot be streamed.
+        CapacityError: The store does not fit into RAM.
+    """
+
+    def __init__(
+        self, model: Any, config: PorosConfig, weight_format: WeightFormat, runtime: Runtime
+    ) -> None:
+        self._config = config
+        self._runtime = runtime
+        self._layers = find_decoder_layers(model)
+        refuse_unquantised(self._layers, config_bytes(config))
+        size = block_size(config)
+        self._block_of_layer = [index // size for index in range(len(self._layers))]
+        self._block_of_weight: dict[str, int] = {}
+        entries: dict[str, list[TensorSpec]] = {}
+        for layer, block in zip(self._layers, self._block_of_layer, strict=True):
+            specs = entries.setdefault(block_key(block), [])
+            for path, module in quantised_linears(layer):
+                shape = (module.out_features, module.in_features)
+                specs += tensor_specs(path, shape, weight_format)
+                self._block_of_weight[f"{path}.weight"] = block
+        self._store = HostStore(entries, runtime, must_pin=config.host_memory == "pinned")
+        self._tables = TableCache()
+        self._weights: dict[str, PackedWeight] = {}
+
+    def wants(self, name: str) -> bool:
+        """Tell whether the parameter of this name is streamed."""
+        return name in self._block_of_weight
+
+    def take(self, name: str, weight: Any) -> Any:
+        """Put a quantised weight into the store and return its placeholder.
+
+        Raises:
+            UnsupportedModelError: The weight is not NF4 as it was planned for.
+            CheckpointError: Its tensors have other types or shapes than planned.
+        """
+        path = name.removesuffix(".weight")
+        packed, tensors = take_apart(path, weight, self._tables)
+        self._store.write(block_key(self._block_of_weight[name]), tensors)
+        self._weights[name] = packed
+        return placeholder(weight)
+
+    def finish(self) -> StreamSession:
+        """Seal the store, bind the linear layers to it and swap the decoder layers' classes.
+
+        Raises:
+            CheckpointError: Weights are missing from the checkpoint.
+        """
+        self._store.seal()
+        num_blocks = self._block_of_layer[-1] + 1
+        sizes = [self._store.layout(block_key(block)).num_bytes for block in range(num_blocks)]
+        plan = plan_stream(sizes, self._config)
+        streamer = Streamer(self._store, plan, self._runtime)
+        session = StreamSession(self._config, streamer, list(self._weights))
+        for layer, block in zip(self._layers, self._block_of_layer, strict=True):
+            self._bind(layer, block, session)
+        return session
+
+    def _bind(self, layer: DecoderLayer, block: int, session: StreamSession) -> None:
+        for path, module in quantised_linears(layer):
+            handle = WeightHandle(session.streamer, block, self._weights[f"{path}.weight"])
+            StreamedLinear4bit.bind(module, handle)
+        swap_class(
+            layer.module, BlockHold(session.streamer, block, session.note_training_forward)
+        )
+
+
+def config_bytes(config: PorosConfig) -> int:
+    """Return the bytes per weight of the compute dtype."""
+    dtype: torch.dtype = getattr(torch, config.compute_dtype)
+    return dtype.itemsize
+
+
+class CaptureQuantize(Bnb4bitQuantize):  # type: ignore[misc] # transformers is not typed
+    """Quantise a weight as bitsandbytes does, and capture it."""
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Return {parameter name: parameter or its placeholder}."""
+        result = super().convert(input_dict, **kwargs)
+        capture = self.hf_quantizer.capture
+        return {
+            name: capture.take(name, weight) if capture.wants(name) else weight
+            for name, weight in result.items()
+        }
+
+
+class CaptureDeserialize(Bnb4bitDeserialize):  # type: ignore[misc] # transformers is not typed
+    """Put a stored 4-bit weight together as bitsandbytes does, and capture it."""
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Return {"weight": parameter or its placeholder}."""
+        is_packed = len(input_dict) > 1
+        result = super().convert(input_dict, **kwargs)
+        name = kwargs.get("full_layer_name")
+        capture = self.hf_quantizer.capture
+        if not is_packed or name is None or not capture.wants(name):
+            return result
+        return {key: capture.take(name, weight) for key, weight in result.items()}

@@ -1,0 +1,73 @@
+"""What a training may not ask of a streamed model, refused by name when the trainer is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from poros_hf.errors import ConfigError, UnsupportedModelError
+
+_NEEDS_BASE_WEIGHTS = ("pissa", "loftq", "olora", "corda", "eva")
+
+
+def refuse_arguments(args: Any) -> None:
+    """Refuse TrainingArguments that a streamed model cannot follow.
+
+    Args:
+        args: TrainingArguments or a subclass.
+
+    Raises:
+        ConfigError: Every offending argument is named.
+    """
+    offending = [
+        f"{name}=True" for name in ("torch_compile", "bf16_full_eval", "fp16_full_eval")
+        if getattr(args, name, False)
+    ]
+    offending += [name for name in ("fsdp", "deepspeed") if getattr(args, name, None)]
+    if offending:
+        raise ConfigError(
+            "training-arguments",
+            f"a streamed model does not work with {', '.join(offending)}",
+            remedies=[
+                "leave them out: torch.compile is not bit-stable with itself, full-precision "
+                "evaluation casts the packed weights, and FSDP and DeepSpeed shard what is streamed"
+            ],
+            arguments=offending,
+        )
+
+
+def refuse_adapters(model: Any) -> None:
+    """Refuse adapters that read the base weights.
+
+    Args:
+        model: The model that will be trained.
+
+    Raises:
+        UnsupportedModelError: There is no adapter, or the offending one is named.
+    """
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        raise UnsupportedModelError(
+            "no-adapter",
+            "the streamed base is frozen and there is no adapter to train",
+            remedies=["pass peft_config=LoraConfig(...) to the trainer"],
+        )
+    for name, config in configs.items():
+        _refuse_adapter(name, config)
+
+
+def _refuse_adapter(name: str, config: Any) -> None:
+    init = getattr(config, "init_lora_weights", True)
+    wishes = []
+    if getattr(config, "use_dora", False):
+        wishes.append("use_dora=True")
+    if isinstance(init, str) and init.lower().startswith(_NEEDS_BASE_WEIGHTS):
+        wishes.append(f"init_lora_weights={init!r}")
+    if wishes:
+        raise UnsupportedModelError(
+            "adapter-kind",
+            f"adapter {name!r} with {', '.join(wishes)} reads the base weights, which are in the "
+            "host store",
+            remedies=["use plain LoRA (init_lora_weights=True, use_dora=False)"],
+            adapter=name,
+            wishes=wishes,
+        )
