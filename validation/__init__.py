@@ -1,1 +1,1 @@
-"""Experiments, their artifacts, and the claims recomputed from them. Never imported by the package."""
+"""Experiments, their artifacts, and the claims recomputed from them."""

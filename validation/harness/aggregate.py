@@ -1,7 +1,8 @@
-"""Recompute every claim from the samples of its artifacts: `python -m validation.harness.aggregate`.
+"""Recompute every claim from the samples of its artifacts.
 
-Reads validation/claims.toml, writes validation/claims.json, and lists on stdout every artifact
-that was passed over and every claim that has no value.
+`python -m validation.harness.aggregate` reads validation/claims.toml, writes
+validation/claims.json, and lists on stdout every artifact that was passed over and every claim
+that has no value.
 """
 
 from __future__ import annotations

@@ -37,15 +37,18 @@ def measure_h2d_gbps(repeats: int = 7) -> float:
     """Measure page-locked host-to-device copies of 256 MiB; median, in 1e9 bytes per second."""
     host = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
-    rates = []
+    rates: list[float] = []
     for _ in range(repeats + 1):  # the first copy warms up
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         begin.record()
         device.copy_(host, non_blocking=True)
         end.record()
         end.synchronize()
         rates.append(_COPY_BYTES / begin.elapsed_time(end) / 1e6)
-    return round(statistics.median(rates[1:]), 2)
+    return round(float(statistics.median(rates[1:])), 2)
 
 
 def _query_smi() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ _STAMP_GLOB = "[0-9]" * 8 + "T" + "[0-9]" * 6 + "Z"
 
 def utc_stamp() -> str:
     """Return the time now as artifact names carry it."""
-    return datetime.datetime.now(datetime.UTC).strftime(_STAMP)
+    return dt.datetime.now(dt.UTC).strftime(_STAMP)
 
 
 def sha256_of(paths: Iterable[Path]) -> str:
@@ -61,7 +61,7 @@ def write(record: schema.Record, root: Path = ARTIFACTS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tail = f"-{record['arm']}-{record['git']['commit'][:7]}-r"
     repeat = 1 + sum(1 for _ in folder.glob(f"{_STAMP_GLOB}{tail}*.json"))
-    path = folder / f"{record['started']}{tail}{repeat}.json"
+    path: Path = folder / f"{record['started']}{tail}{repeat}.json"
     with path.open("x") as stream:
         json.dump(record, stream, indent=1, allow_nan=False)
         stream.write("\n")

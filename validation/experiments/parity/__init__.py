@@ -1,0 +1,1 @@
+"""Streamed against resident, bit for bit: see validation/protocols/parity.md."""
