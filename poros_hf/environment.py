@@ -157,7 +157,7 @@ def describe() -> Environment:
 
 @contextlib.contextmanager
 def environment_variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for the length of a block, for libraries that read nothing else."""
+    """Set a variable for the length of a `with` block, for libraries that read nothing else."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -48,8 +48,16 @@ def is_swapped(layer: nn.Module) -> bool:
     return _HOLDER in vars(layer)
 
 
-@functools.cache
+_STREAMED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _streamed_class(layer_class: type[nn.Module]) -> type[nn.Module]:
+    if layer_class not in _STREAMED_CLASSES:
+        _STREAMED_CLASSES[layer_class] = _make_streamed_class(layer_class)
+    return _STREAMED_CLASSES[layer_class]
+
+
+def _make_streamed_class(layer_class: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         hold: BlockHold = getattr(self, _HOLDER)
         if self.training:

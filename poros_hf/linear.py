@@ -57,6 +57,13 @@ class WeightHandle:
         return self._weight.on(torch.device("cpu")).over(views)
 
 
+def _multiply_packed(
+    x: torch.Tensor, packed: torch.Tensor, state: QuantState, bias: torch.Tensor | None
+) -> torch.Tensor:
+    result: torch.Tensor = bnb.matmul_4bit(x, packed, state, bias=bias)
+    return result
+
+
 class StreamedMatMul4Bit(torch.autograd.Function):
     """`x @ W.T + bias` with W fetched for forward and fetched again for backward.
 
@@ -64,17 +71,17 @@ class StreamedMatMul4Bit(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override] # autograd's signature is open
+    def forward(
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, handle: WeightHandle
     ) -> torch.Tensor:
         """Multiply; x is [..., in] in the compute dtype, the result [..., out]."""
         ctx.handle = handle
         ctx.bias_dtype = None if bias is None else bias.dtype
         with handle.hold() as (packed, state):
-            return bnb.matmul_4bit(x, packed, state, bias=bias)
+            return _multiply_packed(x, packed, state, bias)
 
     @staticmethod
-    def backward(  # type: ignore[override] # autograd's signature is open
+    def backward(
         ctx: Any, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         """Return the gradients of x and of the bias; the weight is frozen."""
@@ -96,6 +103,7 @@ class StreamedLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc] # bitsandbyte
     """
 
     handle: WeightHandle
+    compute_type_is_set: bool
 
     @classmethod
     def bind(cls, module: bnb.nn.Linear4bit, handle: WeightHandle) -> None:
@@ -117,10 +125,12 @@ class StreamedLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc] # bitsandbyte
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
         if torch.is_grad_enabled() and needs_grad:
-            result: torch.Tensor = StreamedMatMul4Bit.apply(x, bias, self.handle)
+            result: torch.Tensor = StreamedMatMul4Bit.apply(  # type: ignore[no-untyped-call]
+                x, bias, self.handle
+            )
             return result
         with self.handle.hold() as (packed, state):
-            return bnb.matmul_4bit(x, packed, state, bias=bias)
+            return _multiply_packed(x, packed, state, bias)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

@@ -143,8 +143,7 @@ class CudaRuntime(Runtime):
     """
 
     def __init__(self, device: torch.device) -> None:
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        self.device = torch.device("cuda", index)
+        self.device = torch.empty(0, device=device).device  # with its index
         # Copies must not queue behind kernels, so they have a stream of their own.
         self._copy_stream = torch.cuda.Stream(self.device)
         self._free_pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []

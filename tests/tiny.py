@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 260
-NUM_LAYERS = 5
+NUM_LAYERS = 7
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -67,9 +67,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def write_tiny_model(folder: Path, family: str, **overrides: Any) -> Path:
     """Write config, bf16 weights and tokenizer of a tiny model of `family` into `folder`."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        tiny_config(family, **overrides), dtype=torch.bfloat16
-    )
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)

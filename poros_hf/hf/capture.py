@@ -111,9 +111,7 @@ class ModelCapture:
         for path, module in quantised_linears(layer):
             handle = WeightHandle(session.streamer, block, self._weights[f"{path}.weight"])
             StreamedLinear4bit.bind(module, handle)
-        swap_class(
-            layer.module, BlockHold(session.streamer, block, session.note_training_forward)
-        )
+        swap_class(layer.module, BlockHold(session.streamer, block, session.note_training_forward))
 
 
 def config_bytes(config: PorosConfig) -> int:
@@ -145,5 +143,5 @@ class CaptureDeserialize(Bnb4bitDeserialize):  # type: ignore[misc] # transforme
         name = kwargs.get("full_layer_name")
         capture = self.hf_quantizer.capture
         if not is_packed or name is None or not capture.wants(name):
-            return result
-        return {key: capture.take(name, weight) for key, weight in result.items()}
+            return dict(result)
+        return {key: capture.take(name, weight) for key, weight in dict(result).items()}

@@ -24,9 +24,7 @@ _LOCATION_KEYS = (
 )
 
 
-def from_pretrained(
-    model_id: str, config: PorosConfig | None = None, **kwargs: Any
-) -> Any:
+def from_pretrained(model_id: str, config: PorosConfig | None = None, **kwargs: Any) -> Any:
     """Load a causal language model whose decoder is streamed.
 
     Takes 16-bit checkpoints, which are quantised weight by weight, and checkpoints that are NF4

@@ -19,7 +19,8 @@ def refuse_arguments(args: Any) -> None:
         ConfigError: Every offending argument is named.
     """
     offending = [
-        f"{name}=True" for name in ("torch_compile", "bf16_full_eval", "fp16_full_eval")
+        f"{name}=True"
+        for name in ("torch_compile", "bf16_full_eval", "fp16_full_eval")
         if getattr(args, name, False)
     ]
     offending += [name for name in ("fsdp", "deepspeed") if getattr(args, name, None)]

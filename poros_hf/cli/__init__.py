@@ -1,0 +1,1 @@
+"""The command `poros`: one small module a command."""
