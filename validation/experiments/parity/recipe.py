@@ -14,7 +14,7 @@ Delay = Literal["none", "copy", "compute"]
 class Recipe:
     """The training of both sides."""
 
-    rows: str  # "random", or a JSON-lines file with a `messages` or `text` column
+    rows: str  # "random", or a JSON-lines file with columns that SFTTrainer knows
     num_steps: int = 3
     seq_len: int = 512
     batch_size: int = 1

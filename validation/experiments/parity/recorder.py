@@ -94,6 +94,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc] # transformers is not typ
             raise ValueError(f"loss {logs['loss']} at step {state.global_step}")
         self.samples[-1]["loss"] = logs["loss"]
         self.samples[-1]["grad_norm"] = float(logs["grad_norm"])
+        self.samples[-1]["num_tokens_seen"] = logs["num_tokens"]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the last step."""

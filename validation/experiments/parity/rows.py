@@ -12,6 +12,7 @@ from datasets import Dataset
 from validation.experiments.parity.recipe import Recipe
 
 _FIRST_ID = 4  # below are the special tokens
+_COLUMNS = ("messages", "prompt", "completion", "text")  # what SFTTrainer knows
 
 
 def load_rows(recipe: Recipe, vocab_size: int) -> tuple[Dataset, dict[str, str]]:
@@ -42,5 +43,4 @@ def _read_rows(path: Path, count: int) -> Dataset:
         rows = [json.loads(line) for line, _ in zip(lines, range(count), strict=False)]
     if len(rows) < count:
         raise ValueError(f"{path} has {len(rows)} rows, {count} are needed")
-    column = "messages" if "messages" in rows[0] else "text"
-    return Dataset.from_list([{column: row[column]} for row in rows])
+    return Dataset.from_list([{key: row[key] for key in row if key in _COLUMNS} for row in rows])

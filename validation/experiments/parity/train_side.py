@@ -1,4 +1,4 @@
-"""Train one side of an arm in this process and leave its gradients, losses and adapter:
+"""Train one side of an arm in this process and leave its gradients, losses and adapter.
 
     python -m validation.experiments.parity.train_side ARM.json OUT_DIR --side resident|streamed
 
@@ -29,9 +29,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from validation.experiments.parity.recipe import Arm, Recipe, Streaming, read_arm
+from validation.experiments.parity.recipe import Arm, Streaming, read_arm
 from validation.experiments.parity.recorder import Recorder, trainable
 from validation.experiments.parity.rows import load_rows
+from validation.harness import repository
 from validation.harness.run import sha256_of, utc_stamp
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -54,7 +55,6 @@ def load_resident(path: str, device: torch.device) -> nn.Module:
 def load_streamed(path: str, streaming: Streaming) -> tuple[nn.Module, TrainerCallback]:
     """Load the checkpoint with poros_hf; the callback belongs to it."""
     import poros_hf
-
     from validation.experiments.parity.races import delay_stream
 
     delay_stream(streaming.delay, streaming.delay_cycles)
@@ -68,14 +68,16 @@ def load_streamed(path: str, streaming: Streaming) -> tuple[nn.Module, TrainerCa
 
 
 def find_streamer(model: nn.Module) -> Any:
-    """Return the streamer behind the decoder layers of a streamed model."""
-    return next(
-        module._poros_hold.streamer for module in model.modules() if hasattr(module, "_poros_hold")
-    )
+    """Return the streamer of a streamed model."""
+    from poros_hf.hf.session import find_session
+
+    session = find_session(model)
+    assert session is not None
+    return session.streamer
 
 
 def fill_adapters(model: nn.Module, seed: int) -> None:
-    """Fill every adapter tensor from one generator: lora_B of zeros would make half the test void."""
+    """Fill every adapter tensor from one generator; a lora_B of zeros would void half the test."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in trainable(model):
@@ -84,11 +86,13 @@ def fill_adapters(model: nn.Module, seed: int) -> None:
 
 
 def make_trainer(
-    model: nn.Module, recipe: Recipe, dataset: Any, tokenizer: Any, out: Path
+    model: nn.Module, arm: Arm, dataset: Any, callbacks: list[TrainerCallback], out: Path
 ) -> SFTTrainer:
     """Make an SFTTrainer with TRL's defaults, but for what the recipe says and the reporting."""
+    recipe = arm.recipe
     return SFTTrainer(
         model,
+        callbacks=callbacks,
         args=SFTConfig(
             output_dir=str(out / "trainer"),
             max_steps=recipe.num_steps,
@@ -104,7 +108,7 @@ def make_trainer(
             disable_tqdm=True,
         ),
         train_dataset=dataset,
-        processing_class=tokenizer,
+        processing_class=AutoTokenizer.from_pretrained(arm.model.path),
         peft_config=LoraConfig(
             r=recipe.lora_rank,
             lora_alpha=recipe.lora_alpha,
@@ -119,20 +123,19 @@ def train(arm: Arm, side: str, out: Path) -> dict[str, Any]:
     transformers.set_seed(arm.recipe.seed)
     torch.use_deterministic_algorithms(True, warn_only=True)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    streamer, callbacks = None, []
+    streamer = None
+    callbacks: list[TrainerCallback] = []
     if side == "streamed":
         assert arm.streaming is not None
         model, callback = load_streamed(arm.model.path, arm.streaming)
-        streamer, callbacks = find_streamer(model), [callback]
+        streamer = find_streamer(model)
+        callbacks.append(callback)
     else:
         model = load_resident(arm.model.path, device)
     config: Any = model.config
     dataset, data = load_rows(arm.recipe, config.vocab_size)
-    tokenizer = AutoTokenizer.from_pretrained(arm.model.path)
-    trainer = make_trainer(model, arm.recipe, dataset, tokenizer, out)
     recorder = Recorder(out, None if streamer is None else lambda: int(streamer.moved_bytes))
-    for callback in (*callbacks, recorder):
-        trainer.add_callback(callback)
+    trainer = make_trainer(model, arm, dataset, [*callbacks, recorder], out)
     fill_adapters(trainer.model, arm.recipe.seed)
     with warnings.catch_warnings(record=True) as caught:
         trainer.train()
@@ -141,7 +144,11 @@ def train(arm: Arm, side: str, out: Path) -> dict[str, Any]:
         "samples": recorder.samples,
         "data": data,
         "num_layers": config.num_hidden_layers,
-        "trainer": json.loads(trainer.args.to_json_string()),
+        "trainer": {
+            key: value
+            for key, value in json.loads(trainer.args.to_json_string()).items()
+            if not key.endswith("_dir")  # of this machine, not of the run
+        },
         "plan": None if streamer is None else dataclasses.asdict(streamer.plan),
         "adapter_sha256": sha256_of([out / "adapter" / "adapter_model.safetensors"]),
         "nondeterministic": sorted(
@@ -169,7 +176,8 @@ def main() -> int:
         result |= train(arm, arguments.side, arguments.out)
     except Exception as error:  # noqa: BLE001 # a failed run is kept as an artifact
         is_oom = isinstance(error, torch.cuda.OutOfMemoryError)
-        result |= {"status": "oom" if is_oom else "error", "error": traceback.format_exc()}
+        text = traceback.format_exc().replace(f"{repository.ROOT}/", "")
+        result |= {"status": "oom" if is_oom else "error", "error": text}
     result["imports_poros_hf"] = "poros_hf" in sys.modules
     assert arguments.side == "streamed" or not result["imports_poros_hf"]
     (arguments.out / RESULT).write_text(json.dumps(result, indent=1) + "\n")
