@@ -119,11 +119,17 @@ def take_apart(
 ) -> tuple[PackedWeight, dict[str, torch.Tensor]]:
     """Split a quantised weight into what stays and the tensors that go to the store.
 
+    The module that bitsandbytes tied the weight to forgets its QuantState: a second reference
+    would keep the block scales of every weight on the device.
+
     Raises:
         UnsupportedModelError: The weight is not NF4 with the block sizes that are planned for.
     """
     state = weight.quant_state
     _check_format(name, state)
+    module = getattr(weight, "module", None)
+    if module is not None:
+        module.quant_state = None
     tensors = {f"{name}.packed": weight.data, f"{name}.absmax": state.absmax}
     if state.nested:
         tensors[f"{name}.nested_absmax"] = state.state2.absmax
