@@ -36,6 +36,16 @@ class PorosError(Exception):
         advice = f"\nDo one of: {'; '.join(remedies)}." if remedies else ""
         super().__init__(f"[{slug}] {what}{advice}")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # The text is complete; pickle must not ask `__init__` to compose it from its parts.
+        return _restore, (type(self), str(self), vars(self))
+
+
+def _restore(kind: type[PorosError], text: str, attributes: dict[str, object]) -> PorosError:
+    error = kind.__new__(kind, text)
+    vars(error).update(attributes)
+    return error
+
 
 class ConfigError(PorosError, ValueError):
     """A setting is wrong, alone or beside another one."""
