@@ -69,6 +69,7 @@ class PorosConfig:
         self._check_choice("compute_dtype", _COMPUTE_DTYPES)
         self._check_choice("nf4_load_strategy", ("auto", "standard", "streamed"))
         self._check_choice("host_memory", ("auto", "pinned"))
+        self._check_switch("double_quant")
         for name, least in (("block_size", 1), ("num_slots", 1), ("resident_blocks", 0)):
             self._check_count(name, least)
         self._refuse_later_options()
@@ -88,6 +89,16 @@ class PorosConfig:
             raise ConfigError(
                 "config-value",
                 f"{name}={value!r} is not one of {', '.join(allowed)}",
+                field=name,
+                value=value,
+            )
+
+    def _check_switch(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise ConfigError(
+                "config-value",
+                f"{name}={value!r} must be true or false",
                 field=name,
                 value=value,
             )
