@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ def sha256_of(paths: Iterable[Path]) -> str:
             while chunk := stream.read(2**24):
                 digest.update(chunk)
     return digest.hexdigest()
+
+
+def sha256_of_shards(paths: Sequence[Path]) -> str:
+    """Hash the hashes of files, which are taken side by side: a model is tens of gigabytes."""
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda path: sha256_of([path]), paths)
+        return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def make_record(fields: Mapping[str, Any]) -> schema.Record:

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from validation.experiments.parity.recipe import Arm, read_arm
-from validation.experiments.parity.recorder import gradient_file
-from validation.experiments.parity.train_side import RESULT
+from validation.experiments.parity.recipe import RESULT, Arm, gradient_file, read_arm
 from validation.harness import machine, run, schema
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -132,6 +130,12 @@ def make_record(arm: Arm, folders: tuple[Path, Path], described: Mapping[str, An
     )
 
 
+def is_equal(record: schema.Record) -> bool:
+    """Say whether both sides ran, passed every check, and agree in every bit."""
+    unequal = any(sample["num_unequal"] for sample in record["samples"])
+    return record["status"] == "ok" and all(record["checks"].values()) and not unequal
+
+
 def verdict(record: schema.Record) -> str:
     """Return one line about a record."""
     if record["status"] != "ok":
@@ -163,8 +167,7 @@ def main() -> int:
     path = run.write(record, arguments.artifacts)
     print(verdict(record))
     print(path)
-    is_equal = record["status"] == "ok" and all(record["checks"].values())
-    return 0 if is_equal and not any(s["num_unequal"] for s in record["samples"]) else 1
+    return 0 if is_equal(record) else 1
 
 
 if __name__ == "__main__":

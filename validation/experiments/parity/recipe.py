@@ -1,4 +1,4 @@
-"""What an arm is: one JSON file that both of its sides read, with no default left open."""
+"""What an arm is, one JSON file that both of its sides read, and where a side leaves what."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+RESULT = "side.json"  # written last: a folder without it is of a run that was stopped
 Delay = Literal["none", "copy", "compute"]
+
+
+def gradient_file(folder: Path, step: int) -> Path:
+    """Return the file of one step's gradients."""
+    return folder / f"gradients-{step:06d}.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from validation.experiments.parity.recipe import gradient_file
 from validation.experiments.parity.shard import write_shard
-
-
-def gradient_file(folder: Path, step: int) -> Path:
-    """Return the file of one step's gradients."""
-    return folder / f"gradients-{step:06d}.safetensors"
 
 
 def peak_host_bytes() -> int:

@@ -29,7 +29,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from validation.experiments.parity.recipe import Arm, Streaming, read_arm
+from validation.experiments.parity.recipe import RESULT, Arm, Streaming, read_arm
 from validation.experiments.parity.recorder import Recorder, trainable
 from validation.experiments.parity.rows import load_rows
 from validation.harness import repository
@@ -37,7 +37,6 @@ from validation.harness.run import sha256_of, utc_stamp
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 INIT_STD = 0.02
-RESULT = "side.json"
 
 
 def load_resident(path: str, device: torch.device) -> nn.Module:
