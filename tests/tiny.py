@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 260
-NUM_LAYERS = 7
+NUM_LAYERS = 13
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "qwen2",
         "use_sliding_window": True,
         "sliding_window": 8,
-        "max_window_layers": 2,
+        "max_window_layers": 4,
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "llama": {"model_type": "llama"},

@@ -1,0 +1,66 @@
+"""Runs both sides of the matrix, each in a process of its own, and hands out their results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.cases import Case
+from tests.tiny import FAMILIES, write_tiny_model
+
+ROOT = Path(__file__).parents[2]
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a tiny model of every family, once."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        write_tiny_model(folder / family, family)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run_sides(
+    tiny_models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[Results]]:
+    """Return a function that trains cases on the named sides, side by side."""
+
+    def run(cases: list[Case], sides: list[str], fault: str | None = None) -> list[Results]:
+        folder = tmp_path_factory.mktemp("parity")
+        started = [_start(side, cases, fault, folder, tiny_models) for side in sides]
+        results = []
+        for process, path, log in started:
+            assert process.wait() == 0, log.read_text()[-4000:]
+            results.append(json.loads(path.read_text()))
+        return results
+
+    return run
+
+
+def _start(
+    side: str, cases: list[Case], fault: str | None, folder: Path, models: Path
+) -> tuple[subprocess.Popen[bytes], Path, Path]:
+    results, log, job = (folder / f"{side}-{name}" for name in ("results.json", "log", "job.json"))
+    job.write_text(
+        json.dumps(
+            {
+                "cases": [case.to_dict() for case in cases],
+                "fault": fault,
+                "models": str(models),
+                "output": str(folder),
+                "results": str(results),
+            }
+        )
+    )
+    command = [sys.executable, "-m", "tests.parity.side", side, str(job)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    return process, results, log
