@@ -72,11 +72,13 @@ def load_claims(path: Path = CLAIMS_TOML) -> list[Claim]:
     return [Claim(**{**table, "requires": tuple(table.get("requires", ()))}) for table in tables]
 
 
-def sort_out(artifacts: Iterable[Artifact]) -> tuple[list[Artifact], list[str]]:
+def sort_out(
+    artifacts: Iterable[Artifact], root: Path = repository.ROOT
+) -> tuple[list[Artifact], list[str]]:
     """Keep the publishable artifacts; say for each other one why it is not."""
     kept, notes = [], []
     for path, record in artifacts:
-        verdict = classify.classify(record, path)
+        verdict = classify.classify(record, path, root)
         if verdict.kind == "publishable":
             kept.append((path, record))
         else:

@@ -39,10 +39,7 @@ def measure_h2d_gbps(repeats: int = 7) -> float:
     device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
     rates: list[float] = []
     for _ in range(repeats + 1):  # the first copy warms up
-        begin, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         device.copy_(host, non_blocking=True)
         end.record()

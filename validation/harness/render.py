@@ -122,12 +122,13 @@ def _link(path: str, page: Path, source: Source, text: str) -> str:
     return f"[{text}]({Path(target).as_posix()})"
 
 
-def main() -> int:
+def main(root: Path = repository.ROOT) -> int:
     """Render all pages, or with --check say which are stale."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail on a difference")
     check = parser.parse_args().check
-    source, stale = load_source(), []
+    source = load_source(root)
+    stale: list[Path] = []
     for page in documents(source.root):
         text = page.read_text()
         rendered = render_text(text, page, source)

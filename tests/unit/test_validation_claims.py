@@ -1,0 +1,159 @@
+"""Claims come from samples of publishable artifacts, and tables from claims."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.validation_records import commit_all, make_record
+from validation.harness import aggregate, render, repository, run
+
+CLAIM = aggregate.Claim(
+    id="step-ms",
+    sentence="Step time",
+    unit="ms",
+    protocol="speed",
+    arm="toy-*",
+    field="step_ms",
+    aggregate="median",
+)
+TOML = """
+[[claim]]
+id = "step-ms"
+sentence = "Step time"
+unit = "ms"
+protocol = "speed"
+arm = "toy-*"
+field = "step_ms"
+aggregate = "median"
+requires = ["sound"]
+
+[[table]]
+name = "speed"
+claims = ["step-ms"]
+"""
+PAGE = "# Page\n\n<!-- poros:table speed -->\nstale\n<!-- /poros:table -->\n\nEnd.\n"
+
+
+@pytest.fixture
+def artifacts(tmp_path):
+    """Two runs of one arm, medians 2 and 5."""
+    records = [make_record(values=(1.0, 2.0, 9.0)), make_record(values=(5.0, 5.0, 6.0))]
+    return [(run.write(record, tmp_path), record) for record in records]
+
+
+def test_evaluate_recomputes_value_and_spread_from_samples(artifacts):
+    record = artifacts[0][1]
+    record["summary"]["step_ms"]["median"] = 1e9  # a summary is never read
+    value = aggregate.evaluate(CLAIM, artifacts).value
+    assert value == {
+        "value": 3.5,
+        "unit": "ms",
+        "artifacts": [path.as_posix() for path, _ in artifacts],
+        "repeats": 2,
+        "spread": [2.0, 5.0],
+        "arm": "toy-a",
+    }
+
+
+@pytest.mark.parametrize(
+    ("claim", "reason"),
+    [
+        (replace(CLAIM, arm="other-*"), "no publishable artifact"),
+        (replace(CLAIM, min_repeats=3), "fewer than 3 runs of toy-a"),
+        (replace(CLAIM, requires=("absent",)), "required check failed"),
+    ],
+)
+def test_evaluate_says_why_there_is_no_value(artifacts, claim, reason):
+    outcome = aggregate.evaluate(claim, artifacts)
+    assert outcome.value is None
+    assert reason in outcome.reason
+
+
+def test_sort_out_keeps_publishable_artifacts_only(artifacts):
+    kept, notes = aggregate.sort_out(artifacts)
+    assert kept == []
+    assert len(notes) == 2
+    assert all("unknown" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("goal", "value", "reached"),
+    [("equal", 0.0, True), ("equal", 0.1, False), ("at_most", 0.1, False), ("at_least", 1.0, True)],
+)
+def test_goals_compare_value_and_target(goal, value, reached):
+    assert aggregate.GOALS[goal](value, 0.0, 0.0) is reached
+
+
+def test_claims_of_this_repository_name_protocols_that_exist():
+    claims = aggregate.load_claims()
+    assert claims
+    for claim in claims:
+        assert (repository.ROOT / "validation" / "protocols" / f"{claim.protocol}.md").exists()
+        assert claim.aggregate in aggregate.AGGREGATES
+        assert claim.across in aggregate.AGGREGATES
+        assert claim.goal in aggregate.GOALS
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A repository with one publishable artifact, its claim and a page that shows it."""
+    root = tmp_path / "site"
+    (root / "validation" / "protocols").mkdir(parents=True)
+    (root / "docs").mkdir()
+    (root / "validation" / "protocols" / "speed.md").write_text("x")
+    (root / "validation" / "claims.toml").write_text(TOML)
+    (root / "validation" / "README.md").write_text(
+        "<!-- poros:table index -->\n<!-- /poros:table -->\n"
+    )
+    (root / "docs" / "page.md").write_text(PAGE)
+    commit = commit_all(root)
+    record = make_record(git={"commit": commit, "dirty": False})
+    run.write(record, root / "validation" / "artifacts")
+    return root
+
+
+def fill_claims(root):
+    artifacts, _ = aggregate.sort_out(run.read_all(root / "validation" / "artifacts"), root)
+    (claim,) = aggregate.load_claims(root / "validation" / "claims.toml")
+    value = aggregate.evaluate(claim, artifacts).value
+    (root / "validation" / "claims.json").write_text(json.dumps({claim.id: value}))
+
+
+def test_render_fills_a_block_with_value_and_footer(site):
+    fill_claims(site)
+    page = site / "docs" / "page.md"
+    text = render.render_text(page.read_text(), page, render.load_source(site))
+    assert "| Step time | 2 ms | 2 to 2 | 1 | toy-a |" in text
+    assert "Test GPU; 20300101; runs: [1](../validation/artifacts/speed/test-gpu/" in text
+    assert text.startswith("# Page\n")
+    assert text.endswith("\n\nEnd.\n")
+    assert "stale" not in text
+    assert render.render_text(text, page, render.load_source(site)) == text
+
+
+def test_render_says_that_a_claim_has_no_value_yet(site):
+    page = site / "validation" / "README.md"
+    text = render.render_text(page.read_text(), page, render.load_source(site))
+    assert "| `step-ms`: Step time | [speed](protocols/speed.md) | not measured yet |" in text
+
+
+def test_render_refuses_an_unknown_table(site):
+    page = site / "docs" / "page.md"
+    with pytest.raises(KeyError, match="other"):
+        render.render_text(
+            PAGE.replace("table speed", "table other"), page, render.load_source(site)
+        )
+
+
+def test_render_check_fails_on_a_difference_and_writes_nothing(site, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["render", "--check"])
+    assert render.main(site) == 1
+    assert (site / "docs" / "page.md").read_text() == PAGE
+    monkeypatch.setattr("sys.argv", ["render"])
+    assert render.main(site) == 0
+    monkeypatch.setattr("sys.argv", ["render", "--check"])
+    assert render.main(site) == 0
+    assert "stale: docs/page.md" in capsys.readouterr().out
