@@ -67,6 +67,23 @@ class Environment:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class _CgroupFiles:
+    """Names that one version of cgroups gives to what is read here."""
+
+    limit: str
+    usage: str
+    cache: tuple[str, ...]
+
+
+_V2 = _CgroupFiles("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V1 = _CgroupFiles(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+
+
 def _read_number(path: Path) -> int | None:
     try:
         text = path.read_text().strip()
@@ -75,26 +92,55 @@ def _read_number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _cgroup_folders(root: Path, membership: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield (folder, limit file, usage file) of this process's cgroups, leaf to root, v2 and v1."""
+def _cgroup_folders(root: Path, membership: Path) -> Iterator[tuple[Path, _CgroupFiles]]:
+    """Yield the folders of this process's cgroups, leaf to root, v2 and v1."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        parts = line.split(":", 2)
+        if len(parts) != 3:
+            continue
+        _, controllers, path = parts
         if controllers == "":
-            base, names = root, ("memory.max", "memory.current")
+            base, files = root, _V2
         elif "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            base, files = root / "memory", _V1
         else:
             continue
         folder = base / path.lstrip("/")
-        yield folder, *names
+        yield folder, files
         for parent in folder.parents:
             if parent == base.parent:
                 break
-            yield parent, *names
+            yield parent, files
+
+
+def _used_bytes(folder: Path, files: _CgroupFiles) -> int:
+    """Return what a cgroup cannot give back: its usage without the page cache charged to it.
+
+    The limit drops clean pages of files first, and a checkpoint that was just downloaded leaves
+    as many of them as fit.
+    """
+    usage = _read_number(folder / files.usage) or 0
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return usage
+    counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    return max(0, usage - sum(int(counts.get(name, 0)) for name in files.cache))
+
+
+def _read_host() -> tuple[int, int]:
+    """Return total and available RAM of the host, bytes."""
+    try:
+        memory = psutil.virtual_memory()
+    except OSError:
+        # psutil needs /proc; the kernel answers without it, and counts less as available.
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    return memory.total, memory.available
 
 
 def read_host_memory(
@@ -106,16 +152,16 @@ def read_host_memory(
         cgroup_root: Where the cgroup tree is mounted.
         membership: The file that names this process's cgroups.
     """
-    host = psutil.virtual_memory()
-    total, available, limited_by = host.total, host.available, "host"
-    for folder, limit_name, usage_name in _cgroup_folders(cgroup_root, membership):
-        limit = _read_number(folder / limit_name)
-        if limit is None or limit >= host.total:
+    host_total, available = _read_host()
+    total, limited_by = host_total, "host"
+    for folder, files in _cgroup_folders(cgroup_root, membership):
+        limit = _read_number(folder / files.limit)
+        if limit is None or limit >= host_total:
             continue
-        left = max(0, limit - (_read_number(folder / usage_name) or 0))
+        left = max(0, limit - _used_bytes(folder, files))
         total = min(total, limit)
         if left < available:
-            available, limited_by = left, str(folder / limit_name)
+            available, limited_by = left, str(folder / files.limit)
     return HostMemory(total_bytes=total, available_bytes=available, limited_by=limited_by)
 
 
