@@ -38,7 +38,8 @@ class Slot:
         memory: Device bytes, uint8 [size of the largest block that uses the slot].
         block: The block it holds or receives, None while EMPTY.
         users: Acquires that have not been released.
-        ready_on: Compute stream that has waited for `copied` since the slot was filled.
+        ready_on: Latest compute stream that waited for `copied` since the slot was filled.
+        is_shared: More than one compute stream has used it since then.
         last_stream: Compute stream of the latest release since the slot was filled.
     """
 
@@ -50,6 +51,7 @@ class Slot:
     block: int | None = None
     users: int = 0
     ready_on: Any = None
+    is_shared: bool = False
     last_stream: Any = None
 
 
@@ -119,6 +121,7 @@ class SlotPool:
         )
         slot.state, slot.block = SlotState.COPYING, block
         slot.ready_on = slot.last_stream = None
+        slot.is_shared = False
 
     def use(self, block: int) -> Any:
         """Count one more user of `block` and return the compute stream it will be used on.
@@ -141,6 +144,7 @@ class SlotPool:
         stream = self._runtime.current_stream()
         if slot.ready_on != stream:
             self._runtime.wait(slot.copied, stream)
+            slot.is_shared = slot.ready_on is not None
             slot.ready_on = stream
         slot.users += 1
         slot.state = SlotState.IN_USE
@@ -149,10 +153,12 @@ class SlotPool:
     def free(self, block: int, stream: Any) -> None:
         """Count one user less; `stream` is what `use` returned.
 
+        Uses nest: a layer holds its block while its linear layers do.
+
         Raises:
             StreamStateError: Nobody uses `block`.
 
-        Streams: `stream` records `consumed`; the host does not block.
+        Streams: `stream` records `consumed` when the last use ends; the host does not block.
         """
         slot = self._slots[self._slot_of[block]]
         if slot.block != block or slot.users == 0:
@@ -163,11 +169,13 @@ class SlotPool:
                 slot=slot.index,
                 block=block,
             )
+        slot.users -= 1
+        if slot.users == 0:
+            slot.state = SlotState.READY
+        elif not slot.is_shared:
+            return  # the release that ends the last use stands behind this one
         if slot.last_stream is not None and slot.last_stream != stream:
             # `consumed` must stand behind the uses on every stream, and it can be recorded on one.
             self._runtime.wait(slot.consumed, stream)
         self._runtime.record(slot.consumed, stream)
         slot.last_stream = stream
-        slot.users -= 1
-        if slot.users == 0:
-            slot.state = SlotState.READY
