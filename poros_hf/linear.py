@@ -19,7 +19,7 @@ from bitsandbytes.functional import QuantState
 
 from poros_hf.nf4 import PackedWeight
 from poros_hf.store import block_key
-from poros_hf.streamer import BlockViews, Streamer
+from poros_hf.streamer import Streamer
 
 
 class WeightHandle:
@@ -35,17 +35,16 @@ class WeightHandle:
         self._streamer = streamer
         self._block = block
         self._weight = weight
-        self._views: BlockViews | None = None
-        self._parts: tuple[torch.Tensor, QuantState] | None = None
 
     @contextmanager
     def hold(self) -> Iterator[tuple[torch.Tensor, QuantState]]:
         """Yield the packed weight and its QuantState on the device, for a `with` block only."""
         with self._streamer.hold(self._block) as views:
             # A block's views are made once per set of slots, so the wrapping can be kept.
-            if self._parts is None or views is not self._views:
-                self._views, self._parts = views, self._weight.over(views)
-            yield self._parts
+            parts = views.wrapped.get(self._weight.name)
+            if parts is None:
+                parts = views.wrapped[self._weight.name] = self._weight.over(views)
+            yield parts
 
     def read_host(self) -> tuple[torch.Tensor, QuantState]:
         """Return the packed weight and its QuantState over the store's own memory."""

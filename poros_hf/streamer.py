@@ -8,7 +8,7 @@ direction of travel and stages the blocks ahead; a wrong guess costs time, never
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,20 @@ from poros_hf.runtime import Runtime, TransferTimes
 from poros_hf.slots import SlotPool, SlotState
 from poros_hf.store import HostStore, block_key
 
-BlockViews = Mapping[str, torch.Tensor]
+_NO_BLOCKS = StreamPlan(block_bytes=(), resident=(), num_slots=0)
+
+
+class BlockViews(dict[str, torch.Tensor]):
+    """The tensors of one block by name, over the memory of its slot.
+
+    Attributes:
+        wrapped: What users of the block have built over the tensors, by name. It is kept here and
+            not with the users, so that it goes when the slot's memory goes.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.wrapped: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +98,14 @@ class Streamer:
         Streams: the current stream waits for this block's copy only; the host does not block.
         """
         with self._lock:
-            if self._is_closed:
-                raise StreamStateError(
-                    "streamer-closed",
-                    f"block {block} was asked for after the streamer was closed",
-                    remedies=["load the model again"],
-                )
+            self._refuse_if_closed(f"block {block} was asked for")
             self._ensure_staged(block)
             stream = self._slots.use(block)
-            self._look_ahead(block)
+            try:
+                self._look_ahead(block)
+            except BaseException:
+                self._slots.free(block, stream)
+                raise
             return Lease(block, self._views[block], stream)
 
     def release(self, lease: Lease) -> None:
@@ -117,9 +129,11 @@ class Streamer:
         """Give the old slots back and make new ones.
 
         Raises:
-            StreamStateError: A block is in use, or the plan is for other blocks.
+            StreamStateError: A block is in use, the plan is for other blocks, or the streamer is
+                closed.
         """
         with self._lock:
+            self._refuse_if_closed("a new plan was given")
             if plan.block_bytes != self._plan.block_bytes:
                 raise StreamStateError("plan-mismatch", "the new plan is for other blocks")
             self._refuse_while_in_use("replanned")
@@ -153,7 +167,9 @@ class Streamer:
             self._refuse_while_in_use("closed")
             self.runtime.drain()
             self._is_closed = True
-            del self._slots, self._views, self._sources
+            self._sources = []
+            self._views = []
+            self._slots = SlotPool(_NO_BLOCKS, self.runtime)
             self.store.close()
 
     def _set_plan(self, plan: StreamPlan) -> None:
@@ -161,7 +177,7 @@ class Streamer:
         self._slots = SlotPool(plan, self.runtime)
         self._slots.poison = self._poison
         self._views: list[BlockViews] = [
-            self.store.layout(block_key(block)).lay_over(self._slots.memory_of(block))
+            BlockViews(self.store.layout(block_key(block)).lay_over(self._slots.memory_of(block)))
             for block in range(plan.num_blocks)
         ]
         self._streamed = plan.streamed
@@ -198,6 +214,14 @@ class Streamer:
         if self._direction > 0:
             return [b for b in self._streamed if b > block][:count]
         return [b for b in reversed(self._streamed) if b < block][:count]
+
+    def _refuse_if_closed(self, what: str) -> None:
+        if self._is_closed:
+            raise StreamStateError(
+                "streamer-closed",
+                f"{what} after the streamer was closed",
+                remedies=["load the model again"],
+            )
 
     def _refuse_while_in_use(self, action: str) -> None:
         if SlotState.IN_USE in self._slots.states():
