@@ -71,6 +71,7 @@ class Streamer:
         self._lock = threading.RLock()
         self._is_closed = False
         self._poison = False
+        self._views: list[BlockViews] = []
         self._set_plan(plan)
 
     @property
@@ -176,7 +177,7 @@ class Streamer:
         self._plan = plan
         self._slots = SlotPool(plan, self.runtime)
         self._slots.poison = self._poison
-        self._views: list[BlockViews] = [
+        self._views = [
             BlockViews(self.store.layout(block_key(block)).lay_over(self._slots.memory_of(block)))
             for block in range(plan.num_blocks)
         ]
