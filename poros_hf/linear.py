@@ -86,7 +86,8 @@ class StreamedMatMul4Bit(torch.autograd.Function):
         """Return the gradients of x and of the bias; the weight is frozen."""
         grad_x = grad_bias = None
         if ctx.needs_input_grad[1]:
-            grad_bias = grad_output.flatten(0, -2).sum(0, dtype=ctx.bias_dtype)
+            # Over the first dimension only, as bitsandbytes does; autograd sums the others.
+            grad_bias = grad_output.sum(0, dtype=ctx.bias_dtype)
         if ctx.needs_input_grad[0]:
             with ctx.handle.hold() as (packed, state):
                 weight = bnb.functional.dequantize_4bit(packed.view(-1, 1), state)
@@ -118,7 +119,10 @@ class StreamedLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc] # bitsandbyte
         input_dtype = x.dtype
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+        bias = self.bias
+        if bias is not None and bias.dtype != x.dtype:
+            # As bitsandbytes does, once and for good: a trained bias is trained in this type.
+            bias.data = bias.data.to(x.dtype)
         return self._multiply(x, bias).to(input_dtype)
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -144,9 +148,12 @@ class StreamedLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc] # bitsandbyte
 
     def _apply(self, fn: Any, recurse: bool = True) -> StreamedLinear4bit:
         # Moving or casting the module must leave the placeholder alone: it has no memory to move.
-        weight = self._parameters.pop("weight")
+        parameters: dict[str, Any] = vars(self)["_parameters"]
+        weight = parameters.pop("weight")
         try:
             super()._apply(fn, recurse)
         finally:
-            self._parameters["weight"] = weight
+            others = dict(parameters)
+            parameters.clear()
+            parameters.update(weight=weight, **others)
         return self
