@@ -32,7 +32,7 @@ from poros_hf.nf4 import (
 )
 from poros_hf.planner import block_size, plan_stream
 from poros_hf.runtime import Runtime
-from poros_hf.store import HostStore, TensorSpec, block_key
+from poros_hf.store import HostStore, TensorSpec, block_key, total_bytes
 from poros_hf.streamer import Streamer
 
 
@@ -50,6 +50,7 @@ class ModelCapture:
 
     Raises:
         UnsupportedModelError: The decoder cannot be streamed.
+        ConfigError: The config does not fit the number of blocks.
         CapacityError: The store does not fit into RAM.
     """
 
@@ -70,6 +71,7 @@ class ModelCapture:
                 shape = (module.out_features, module.in_features)
                 specs += tensor_specs(path, shape, weight_format)
                 self._block_of_weight[f"{path}.weight"] = block
+        self._plan = plan_stream([total_bytes(specs) for specs in entries.values()], config)
         self._store = HostStore(entries, runtime, must_pin=config.host_memory == "pinned")
         self._tables = TableCache()
         self._weights: dict[str, PackedWeight] = {}
@@ -98,10 +100,7 @@ class ModelCapture:
             CheckpointError: Weights are missing from the checkpoint.
         """
         self._store.seal()
-        num_blocks = self._block_of_layer[-1] + 1
-        sizes = [self._store.layout(block_key(block)).num_bytes for block in range(num_blocks)]
-        plan = plan_stream(sizes, self._config)
-        streamer = Streamer(self._store, plan, self._runtime)
+        streamer = Streamer(self._store, self._plan, self._runtime)
         session = StreamSession(self._config, streamer, list(self._weights))
         for layer, block in zip(self._layers, self._block_of_layer, strict=True):
             self._bind(layer, block, session)

@@ -16,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from poros_hf.config import PorosConfig
 from poros_hf.errors import UnsupportedModelError
+from poros_hf.hf.compat import check_versions
 from poros_hf.hf.session import attach
 from poros_hf.runtime import runtime_for
 
@@ -89,6 +90,7 @@ class PorosHfQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc] # transformers
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse what cannot be streamed before anything is read."""
+        check_versions()
         refuse_device_map(kwargs.get("device_map"))
         super().validate_environment(*args, **kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,21 @@ def run_sides(
 ) -> Callable[..., list[Results]]:
     """Return a function that trains cases on the named sides, side by side."""
 
-    def run(cases: list[Case], sides: list[str], fault: str | None = None) -> list[Results]:
+    def run(
+        cases: list[Case],
+        sides: list[str],
+        *,
+        fault: str | None = None,
+        launcher: Sequence[str] = (),
+    ) -> list[Results]:
         folder = tmp_path_factory.mktemp("parity")
-        started = [_start(side, cases, fault, folder, tiny_models) for side in sides]
+        job = {
+            "cases": [case.to_dict() for case in cases],
+            "fault": fault,
+            "models": str(tiny_models),
+            "output": str(folder),
+        }
+        started = [_start(side, job, folder, launcher) for side in sides]
         results = []
         for process, path, log in started:
             assert process.wait() == 0, log.read_text()[-4000:]
@@ -46,21 +58,11 @@ def run_sides(
 
 
 def _start(
-    side: str, cases: list[Case], fault: str | None, folder: Path, models: Path
+    side: str, job: dict[str, Any], folder: Path, launcher: Sequence[str]
 ) -> tuple[subprocess.Popen[bytes], Path, Path]:
-    results, log, job = (folder / f"{side}-{name}" for name in ("results.json", "log", "job.json"))
-    job.write_text(
-        json.dumps(
-            {
-                "cases": [case.to_dict() for case in cases],
-                "fault": fault,
-                "models": str(models),
-                "output": str(folder),
-                "results": str(results),
-            }
-        )
-    )
-    command = [sys.executable, "-m", "tests.parity.side", side, str(job)]
+    results, log, path = (folder / f"{side}-{name}" for name in ("results.json", "log", "job.json"))
+    path.write_text(json.dumps({**job, "results": str(results)}))
+    command = [sys.executable, *launcher, "-m", "tests.parity.side", side, str(path)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     return process, results, log

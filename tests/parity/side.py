@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ STEPS = 5
 BATCH = 2
 MAX_LENGTH = 32
 NUM_ROWS = 24
+RANK = os.environ.get("RANK", "0")
 
 
 class Recorder(TrainerCallback):
@@ -93,6 +95,7 @@ def sft_config(case: Case, folder: Path) -> SFTConfig:
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
+        ddp_backend="gloo" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None,
         seed=3,
         **checkpointing,
     )
@@ -156,6 +159,8 @@ def train(case: Case, load: Any, models: Path, output: Path) -> dict[str, Any]:
     trainer.train()
     trainer.save_model(str(output))
     history = trainer.state.log_history
+    if RANK != "0":
+        return {}
     adapter = (output / "adapter_model.safetensors").read_bytes()
     result = {
         "losses": [row["loss"] for row in history if "loss" in row],
@@ -187,7 +192,8 @@ def main() -> None:
         results[case.id] = train(case, load, Path(job["models"]), output)
     if side == "resident":
         assert not any(name.startswith("poros_hf") for name in sys.modules)
-    Path(job["results"]).write_text(json.dumps(results))
+    if RANK == "0":
+        Path(job["results"]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

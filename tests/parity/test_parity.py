@@ -63,7 +63,7 @@ def fault_reference(run_sides: Callable[..., Any]) -> Any:
 def test_parity_notices_when_a_fault_is_planted(
     fault: str, fault_reference: Any, run_sides: Callable[..., Any]
 ) -> None:
-    (faulty,) = run_sides([FAULT_CASE], ["streamed"], fault)
+    (faulty,) = run_sides([FAULT_CASE], ["streamed"], fault=fault)
     differing = [
         name
         for name, value in fault_reference["gradients"][0].items()
@@ -71,6 +71,20 @@ def test_parity_notices_when_a_fault_is_planted(
     ]
     assert differing
     assert faulty[FAULT_CASE.id]["adapter"] != fault_reference["adapter"]
+
+
+ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu")
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+@pytest.mark.parametrize("launcher", [ACCELERATE, TWO_RANKS], ids=["accelerate", "two-ranks"])
+def test_streamed_training_equals_resident_training_under_a_launcher(
+    launcher: tuple[str, ...], run_sides: Callable[..., Any]
+) -> None:
+    case = Case(family="qwen2", accumulation=2)
+    resident, streamed = run_sides([case], ["resident", "streamed"], launcher=launcher)
+    check_meaningful(resident[case.id])
+    check_equal(resident[case.id], streamed[case.id])
 
 
 def check_meaningful(result: dict[str, Any]) -> None:
