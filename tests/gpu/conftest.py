@@ -23,7 +23,7 @@ NUM_STEPS = 3
 @pytest.fixture(autouse=True, scope="session")
 def deterministic() -> Iterator[None]:
     """Run every GPU test with deterministic algorithms."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -66,7 +66,7 @@ def streamed_model(
     model = add_adapters(from_pretrained(str(checkpoint), config))
     session = find_session(model)
     assert session is not None
-    session.has_callback = True  # no warning: these tests look for themselves
+    session.trainer_state = object()  # no warning: these tests look for themselves
     if poison:
         session.streamer.enable_poison()
     try:

@@ -64,6 +64,8 @@ def test_evaluate_recomputes_value_and_spread_from_samples(artifacts):
         (replace(CLAIM, arm="other-*"), "no publishable artifact"),
         (replace(CLAIM, min_repeats=3), "fewer than 3 runs of toy-a"),
         (replace(CLAIM, requires=("absent",)), "required check failed"),
+        (replace(CLAIM, control="toy-selfpair"), "control toy-selfpair: no publishable artifact"),
+        (replace(CLAIM, control="toy-a"), "control toy-a is 3.5"),
     ],
 )
 def test_evaluate_says_why_there_is_no_value(artifacts, claim, reason):

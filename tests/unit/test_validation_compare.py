@@ -146,6 +146,30 @@ def test_an_arm_survives_its_file(tmp_path):
     assert read_arm(tmp_path / "arm.json") == ARM
 
 
+def test_driver_relaxes_determinism_only_where_an_operation_has_no_such_form(tmp_path):
+    asked = []
+
+    class Bench(run_all.Bench):
+        def __init__(self):
+            self.all_equal, self._work, self._end = True, tmp_path, float("inf")
+
+        def _run_side(self, arm, side, folder):
+            asked.append((arm.name, arm.recipe.strict_determinism))
+            return not arm.recipe.strict_determinism
+
+        def _keep(self, arm, resident, folder):
+            (tmp_path / "toy-resident").mkdir(exist_ok=True)
+            return {"error": "x_kernel does not have a deterministic implementation, but"}
+
+    Bench().run_model("toy", ARM.model, ARM.recipe, ["s2-b1"])
+    assert asked == [
+        ("toy-selfpair", True),
+        ("toy-selfpair", False),
+        ("toy-selfpair", False),
+        ("toy-streamed-s2-b1", False),
+    ]
+
+
 @pytest.mark.slow
 def test_driver_runs_toy_arms_end_to_end(tmp_path):
     options = ["--models", "toy", "--arms", "s2-b1", "--seq-len", "32", "--budget-s", "600"]

@@ -12,7 +12,7 @@ import json
 import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Claim:
     across: str = "median"  # over the runs
     min_repeats: int = 1  # fewest runs of each arm
     requires: tuple[str, ...] = ()  # checks that must be true in every run
+    control: str | None = None  # arm that must reach the goal as well, or there is no value
     goal: str = "equal"
     target: float = 0.0
     tolerance: float = 0.0
@@ -88,6 +89,12 @@ def sort_out(
 
 def evaluate(claim: Claim, artifacts: Sequence[Artifact]) -> Outcome:
     """Compute one claim from publishable artifacts."""
+    if claim.control is not None:
+        control = evaluate(replace(claim, arm=claim.control, control=None), artifacts)
+        if control.value is None:
+            return Outcome(None, f"control {claim.control}: {control.reason}")
+        if not is_reached(claim, control.value["value"]):
+            return Outcome(None, f"control {claim.control} is {control.value['value']:g}")
     chosen = [
         (path, record)
         for path, record in artifacts
@@ -95,6 +102,15 @@ def evaluate(claim: Claim, artifacts: Sequence[Artifact]) -> Outcome:
     ]
     if not chosen:
         return Outcome(None, "no publishable artifact")
+    return _evaluate_chosen(claim, chosen)
+
+
+def is_reached(claim: Claim, value: float) -> bool:
+    """Say whether a value reaches the claim's goal."""
+    return GOALS[claim.goal](value, claim.target, claim.tolerance)
+
+
+def _evaluate_chosen(claim: Claim, chosen: Sequence[Artifact]) -> Outcome:
     arms = [record["arm"] for _, record in chosen]
     short = sorted({arm for arm in arms if arms.count(arm) < claim.min_repeats})
     if short:
@@ -141,7 +157,7 @@ def main() -> int:
             print(f"missing: {claim.id}: {outcome.reason}")
             continue
         values[claim.id] = outcome.value
-        reached = GOALS[claim.goal](outcome.value["value"], claim.target, claim.tolerance)
+        reached = is_reached(claim, outcome.value["value"])
         missed += not reached
         goal = f"{claim.goal.replace('_', ' ')} {claim.target:g}"
         print(

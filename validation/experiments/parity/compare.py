@@ -100,7 +100,9 @@ def make_checks(sides: tuple[Side, Side], samples: list[dict[str, Any]]) -> dict
     }
 
 
-def make_record(arm: Arm, folders: tuple[Path, Path], described: Mapping[str, Any]) -> Any:
+def make_record(
+    arm: Arm, folders: tuple[Path, Path], described: Mapping[str, Any]
+) -> schema.Record:
     """Compare two folders and build the artifact; failed sides give a record that says so."""
     sides = (read_side(folders[0]), read_side(folders[1]))
     failed = next((side for side in sides if side["status"] != "ok"), None)

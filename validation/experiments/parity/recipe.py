@@ -28,6 +28,9 @@ class Recipe:
     lora_rank: int = 16
     lora_alpha: int = 32
     seed: int = 0
+    # Operations without a deterministic form: an error, else a warning that the artifact keeps.
+    # Attention is deterministic on a GPU only where this is true.
+    strict_determinism: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,14 @@ import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from validation.experiments.parity import compare
 from validation.experiments.parity.recipe import Arm, Model, Recipe, Streaming
-from validation.harness import run
+from validation.harness import run, schema
 
 _PACKAGE = "validation.experiments.parity"
 # In order of worth, should the time run out.
@@ -71,10 +72,15 @@ class Bench:
         return self._end - time.monotonic()
 
     def make_model(self, shape: str, num_layers: int | None) -> Model:
-        """Write a random checkpoint and hash it."""
+        """Write a random checkpoint and hash it.
+
+        Raises:
+            RuntimeError: It could not be written.
+        """
         path = self._work / f"{shape}-model"
         layers = [] if num_layers is None else ["--layers", str(num_layers)]
-        self._call("make_checkpoint", "--shape", shape, "--out", str(path), *layers)
+        if not self._call("make_checkpoint", "--shape", shape, "--out", str(path), *layers):
+            raise RuntimeError(f"no checkpoint of {shape}")
         return describe_model(path, f"qwen2.5 {shape} shape, random weights")
 
     def run_model(self, label: str, model: Model, recipe: Recipe, arms: list[str]) -> None:
@@ -82,7 +88,10 @@ class Bench:
         resident = self._work / f"{label}-resident"
         control = Arm(name=f"{label}-selfpair", model=model, recipe=recipe, streaming=None)
         if not self._run_side(control, "resident", resident):
-            self._keep(control, resident, resident)
+            error = self._keep(control, resident, resident)["error"]
+            shutil.rmtree(resident, ignore_errors=True)
+            if recipe.strict_determinism and "deterministic implementation" in error:
+                self.run_model(label, model, replace(recipe, strict_determinism=False), arms)
             return
         pairs = [control] + [
             Arm(
@@ -114,11 +123,12 @@ class Bench:
         arm.write(path)
         return self._call("train_side", str(path), str(folder), "--side", side)
 
-    def _keep(self, arm: Arm, resident: Path, folder: Path) -> None:
+    def _keep(self, arm: Arm, resident: Path, folder: Path) -> schema.Record:
         record = compare.make_record(arm, (resident, folder), self._machine)
         run.write(record, self._artifacts)
         self.all_equal &= compare.is_equal(record)
         self._note(compare.verdict(record))
+        return record
 
     def _note(self, line: str) -> None:
         self.lines.append(line)
@@ -140,13 +150,13 @@ def describe_model(path: Path, identity: str) -> Model:
     return Model(path=str(path), id=identity, sha256=digest)
 
 
-def choose_work_folder(needed_gb: float) -> Path:
-    """Make a folder, in memory where that has room, else on disk.
+def choose_work_folder(needed_gb: float, parent: str | None) -> Path:
+    """Make a folder in `parent`; where that is None, in memory if it has room, else on disk.
 
     Raises:
-        OSError: Neither has room.
+        OSError: There is no room.
     """
-    places = ("/dev/shm", tempfile.gettempdir())
+    places = ("/dev/shm", tempfile.gettempdir()) if parent is None else (parent,)
     for place in places:
         if Path(place).is_dir() and shutil.disk_usage(place).free > 1e9 * needed_gb:
             return Path(tempfile.mkdtemp(prefix="parity-", dir=place))
@@ -172,6 +182,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--budget-s", type=float, default=480.0)
     parser.add_argument("--artifacts", type=Path, default=run.ARTIFACTS)
+    parser.add_argument("--work", help="where models and gradients go; default: where room is")
     parser.add_argument("--touch-gib", type=int, default=0, help="memory to write to at the start")
     return parser.parse_args(arguments)
 
@@ -181,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.touch_gib:
         touch_memory(options.touch_gib)
-    work = choose_work_folder(max(NEEDED_GB[label] for label in options.models))
+    work = choose_work_folder(max(NEEDED_GB[label] for label in options.models), options.work)
     try:
         bench = Bench(work, options.artifacts, options.budget_s)
         for label in options.models:

@@ -120,7 +120,7 @@ def make_trainer(
 def train(arm: Arm, side: str, out: Path) -> dict[str, Any]:
     """Load, train, save; return what `compare` needs."""
     transformers.set_seed(arm.recipe.seed)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=not arm.recipe.strict_determinism)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     streamer = None
     callbacks: list[TrainerCallback] = []
