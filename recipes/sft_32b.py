@@ -99,7 +99,7 @@ def training_config(arguments: Arguments) -> SFTConfig:
         max_length=arguments.max_length,
         learning_rate=arguments.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_ratio=0.03,
+        warmup_steps=5,
         logging_steps=5,
         bf16=True,
         use_cpu=not torch.cuda.is_available(),

@@ -172,15 +172,15 @@ def train(arguments: Arguments) -> dict[str, Any]:
     result: dict[str, Any] = {"arguments": asdict(arguments)}
     result["loss_before"] = trainer.evaluate()["eval_loss"]
     result["answer_before"] = answer(trainer.model, tokenizer, arguments.prompt)
-    result["seconds"] = trainer.train().metrics["train_runtime"]
+    trainer.train()
+    if callbacks:
+        result["streaming"] = asdict(callbacks[0].report)
     result["loss_after"] = trainer.evaluate()["eval_loss"]
     result["answer_after"] = answer(trainer.model, tokenizer, arguments.prompt)
     trainer.save_model()
     if torch.cuda.is_available():
         result["device_peak_bytes"] = torch.cuda.max_memory_allocated()
     result["imported_poros_hf"] = "poros_hf" in sys.modules
-    if callbacks:
-        result["streaming"] = asdict(callbacks[0].report)
     return result
 
 

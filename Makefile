@@ -1,0 +1,65 @@
+# Everything that a person or CI runs; `make help` lists it.
+#
+# Set-up goes into .venv and is skipped when it is done. On a machine that brings its own torch and
+# the other dependencies, name its interpreter and nothing is installed: make test-gpu PYTHON=python3
+
+SHELL := bash
+TORCH ?= torch==2.13.0
+VENV := .venv
+OUTPUTS := outputs
+
+ifeq ($(origin PYTHON),command line)
+READY :=
+else
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.complete
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help install quality test test-full test-gpu demo claims check-tables check build clean ci
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+$(VENV)/.complete: pyproject.toml
+	@echo "set-up 1/3: virtual environment in $(VENV)"; python3 -m venv $(VENV)
+	@echo "set-up 2/3: $(TORCH)"; $(PYTHON) -m pip install -qq "$(TORCH)"
+	@echo "set-up 3/3: poros-hf[dev,demo]"; $(PYTHON) -m pip install -qq --editable ".[dev,demo]"
+	@touch $@
+
+install: $(READY)  ## make .venv with every dependency
+
+quality: $(READY)  ## lint, formatting, types, import contracts
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+	$(PYTHON) -m mypy
+	$(PYTHON) -c "from importlinter.cli import lint_imports_command as main; main()"
+
+test: quality  ## quality, then the tests that need no GPU: what CI runs
+	$(PYTHON) -m pytest
+
+test-full: $(READY)  ## as test, with the whole product of the parity matrix
+	$(PYTHON) -m pytest -m "not gpu"
+
+test-gpu: $(READY)  ## the tests that need a GPU; without one they fail
+	POROS_REQUIRE_GPU=1 $(PYTHON) -m pytest -m gpu tests/gpu
+
+demo: $(READY)  ## fine-tune SmolLM2, streamed and resident, and compare
+	@$(PYTHON) recipes/demo.py --output $(OUTPUTS)/demo
+
+claims: $(READY)  ## recompute every published number from its artifacts, and the tables from those
+	$(PYTHON) -m validation.harness.aggregate
+	$(PYTHON) -m validation.harness.render
+
+check-tables: $(READY)  ## fail if a generated table differs from the numbers
+	$(PYTHON) -m validation.harness.render --check
+
+check: quality check-tables  ## all that is checked without running a test
+
+build: $(READY)  ## the wheel, into dist/
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:  ## remove what was built or written, but not .venv and models/
+	rm -rf build dist $(OUTPUTS) *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+
+ci: test check-tables build  ## what has to pass before a change lands
