@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from poros_hf.errors import HostSetupError
-from poros_hf.runtime import POISON, CpuRuntime, HostRead, TransferTimes, runtime_for
+from poros_hf.runtime import (
+    POISON,
+    CpuRuntime,
+    CudaRuntime,
+    HostRead,
+    TransferTimes,
+    runtime_for,
+)
 from tests.unit.blocks import make_streamer
 
 OLD, NEW = 1, 2
@@ -220,3 +227,52 @@ def test_runtime_for_refuses_another_device():
 
 def test_page_lock_works_without_a_gpu():
     assert CpuRuntime().page_lock(torch.zeros(4, dtype=torch.uint8))
+
+
+class FakeDriver:
+    """The CUDA runtime API as far as page locks need it."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.asked: list[tuple[int, int, int]] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.asked.append((address, num_bytes, flags))
+        return self.code
+
+
+def cuda_runtime(monkeypatch, code: int):
+    """Return a CUDA runtime without a device, its driver, and the sticky errors it cleared."""
+    runtime = object.__new__(CudaRuntime)
+    driver, cleared = FakeDriver(code), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(runtime, "_clear_sticky_error", lambda: cleared.append(True))
+    return runtime, driver, cleared
+
+
+def test_page_lock_registers_the_buffer_in_place(monkeypatch):
+    runtime, driver, cleared = cuda_runtime(monkeypatch, code=0)
+    buffer = torch.zeros(1001, dtype=torch.uint8)
+    assert runtime.page_lock(buffer)
+    assert driver.asked == [(buffer.data_ptr(), 1001, 0)]
+    assert cleared == []
+
+
+def test_page_lock_answers_no_and_clears_the_error_when_the_driver_refuses(monkeypatch):
+    runtime, _, cleared = cuda_runtime(monkeypatch, code=2)
+    assert not runtime.page_lock(torch.zeros(1001, dtype=torch.uint8))
+    assert cleared == [True]
+
+
+def test_clear_sticky_error_swallows_the_error_of_the_next_launch(monkeypatch):
+    runtime = object.__new__(CudaRuntime)
+    runtime.device = torch.device("cpu")
+    launches = []
+
+    def zeros(*args, **kwargs):
+        launches.append(args)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    runtime._clear_sticky_error()
+    assert launches == [(1,)]
