@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +17,12 @@ from validation.experiments.parity.shard import write_shard
 
 
 def peak_host_bytes() -> int:
-    """Return the largest resident set of this process so far (VmHWM)."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Return the largest resident set of this process so far, VmHWM.
+
+    `getrusage` would do no good: its maximum survives exec, and is the parent's if that is larger.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -91,6 +94,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc] # transformers is not typ
         self.samples[-1]["loss"] = logs["loss"]
         self.samples[-1]["grad_norm"] = float(logs["grad_norm"])
         self.samples[-1]["num_tokens_seen"] = logs["num_tokens"]
+        for key in ("h2d_gbps", "stall_ms", "overlap_percent"):
+            if f"poros/{key}" in logs:
+                self.samples[-1][key] = logs[f"poros/{key}"]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the last step."""
