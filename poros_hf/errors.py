@@ -16,6 +16,7 @@ that a caller never parses the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 
 class PorosError(Exception):
@@ -79,3 +80,19 @@ def name_offenders(names: Sequence[str], limit: int = 5) -> str:
     """Join at most `limit` names for a message and count the rest."""
     shown = ", ".join(names[:limit])
     return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
+
+
+def refuse_copy() -> NoReturn:
+    """Refuse to copy or pickle a model whose base is one run of host memory.
+
+    Raises:
+        UnsupportedModelError: Always.
+    """
+    raise UnsupportedModelError(
+        "no-copy",
+        "a streamed model cannot be copied or pickled: its base lies once in host memory",
+        remedies=[
+            "leave ref_model out: trainers then switch the adapter off for the reference",
+            "save the adapter with save_pretrained and load it onto another model",
+        ],
+    )

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from poros_hf.errors import refuse_copy
 from poros_hf.streamer import Streamer
 
 _HOLDER = "_poros_hold"
@@ -67,6 +68,7 @@ def _make_streamed_class(layer_class: type[nn.Module]) -> type[nn.Module]:
 
     names = {
         "forward": functools.wraps(layer_class.forward)(forward),
+        "__reduce_ex__": lambda self, protocol: refuse_copy(),
         "__module__": layer_class.__module__,
         "__qualname__": layer_class.__qualname__,
         "__doc__": layer_class.__doc__,

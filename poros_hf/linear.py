@@ -17,6 +17,7 @@ import bitsandbytes as bnb
 import torch
 from bitsandbytes.functional import QuantState
 
+from poros_hf.errors import UnsupportedModelError
 from poros_hf.nf4 import PackedWeight
 from poros_hf.store import block_key
 from poros_hf.streamer import Streamer
@@ -149,6 +150,7 @@ class StreamedLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc] # bitsandbyte
     def _apply(self, fn: Any, recurse: bool = True) -> StreamedLinear4bit:
         # Moving or casting the module must leave the placeholder alone: it has no memory to move.
         parameters: dict[str, Any] = vars(self)["_parameters"]
+        self._refuse_move(fn, parameters["weight"].device)
         weight = parameters.pop("weight")
         try:
             super()._apply(fn, recurse)
@@ -157,3 +159,16 @@ class StreamedLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc] # bitsandbyte
             parameters.clear()
             parameters.update(weight=weight, **others)
         return self
+
+    def _refuse_move(self, fn: Any, device: torch.device) -> None:
+        target = fn(torch.empty(0, device=device)).device
+        if target != device:
+            raise UnsupportedModelError(
+                "moved",
+                f"a streamed model computes on {device} and cannot be moved to {target}",
+                remedies=[
+                    f"move what has moved already back with model.to({str(device)!r})",
+                    "load it anew with device_map naming the other device",
+                ],
+                device=str(target),
+            )

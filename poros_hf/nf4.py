@@ -12,16 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import bitsandbytes as bnb
 import torch
 from bitsandbytes.functional import QuantState
 
-from poros_hf.errors import UnsupportedModelError
+from poros_hf.errors import UnsupportedModelError, refuse_copy
 from poros_hf.store import TensorSpec
 
 WEIGHT_BLOCK = 64
 ABSMAX_BLOCK = 256
+# nf4 is what this package writes; fp4 comes from checkpoints that others have quantised.
+QUANT_TYPES = ("nf4", "fp4")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +126,7 @@ def take_apart(
     would keep the block scales of every weight on the device.
 
     Raises:
-        UnsupportedModelError: The weight is not NF4 with the block sizes that are planned for.
+        UnsupportedModelError: The weight has other block sizes than are planned for.
     """
     state = weight.quant_state
     _check_format(name, state)
@@ -187,6 +190,14 @@ class HostParams4bit(bnb.nn.Params4bit):  # type: ignore[misc] # bitsandbytes ha
     def quant_state(self, value: QuantState | None) -> None:
         """Ignore: bitsandbytes assigns it while the parameter is made."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse to copy a model whose base is one run of host memory."""
+        refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to pickle a model whose base is one run of host memory."""
+        refuse_copy()
+
 
 # PEFT and transformers count 4-bit parameters by the name of their class.
 HostParams4bit.__name__ = "Params4bit"
@@ -217,11 +228,11 @@ def _copy_tables(state: QuantState) -> QuantState:
 def _check_format(name: str, state: QuantState) -> None:
     nested_block = state.state2.blocksize if state.nested else ABSMAX_BLOCK
     found = (state.quant_type, state.blocksize, nested_block)
-    if found != ("nf4", WEIGHT_BLOCK, ABSMAX_BLOCK):
+    if found[0] not in QUANT_TYPES or found[1:] != (WEIGHT_BLOCK, ABSMAX_BLOCK):
         raise UnsupportedModelError(
             "quant-format",
             f"{name} is {found[0]} with blocks of {found[1]} weights and {found[2]} scales; "
-            f"this version streams nf4 with {WEIGHT_BLOCK} and {ABSMAX_BLOCK}",
+            f"nf4 and fp4 are streamed with {WEIGHT_BLOCK} and {ABSMAX_BLOCK}",
             remedies=["quantise the original 16-bit checkpoint instead"],
             name=name,
         )

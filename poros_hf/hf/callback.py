@@ -21,9 +21,6 @@ from poros_hf.units import GB, format_bytes
 
 logger = logging.getLogger(__name__)
 
-# What decides the bytes in the store; the rest is policy and may change after loading.
-_STORE_FIELDS = ("quantization", "double_quant", "compute_dtype", "block_size")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamReport:
@@ -95,23 +92,21 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
     def on_init_end(
         self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any
     ) -> None:
-        """Check model and arguments, and keep DDP away from the placeholders."""
+        """Check model and arguments, and keep DDP away from the placeholders.
+
+        A model that is resident in 4 bits is moved to the host store.
+        """
         session = find_session(model)
-        if session is None:
-            raise UnsupportedModelError(
-                "not-streamed",
-                f"PorosStreaming was given a {type(model).__name__} that is not streamed",
-                remedies=[
-                    "load it with quantization_config=PorosConfig()",
-                    "load it with poros_hf.from_pretrained",
-                ],
-            )
         refuse_arguments(args)
         refuse_adapters(model)
-        _check_same_store(session.config, self._config)
-        session.has_callback = True
+        if session is None:
+            from poros_hf.hf.convert import stream_resident
+
+            session = stream_resident(model, self._config or PorosConfig())
+        _check_same_store(session, self._config)
+        session.adopt(state)
         self._session = session
-        _hide_from_ddp(model, set(session.weight_names))
+        _hide_from_ddp(model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any
@@ -220,12 +215,13 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         return self._session
 
 
-def _check_same_store(loaded: PorosConfig, given: PorosConfig | None) -> None:
+def _check_same_store(session: StreamSession, given: PorosConfig | None) -> None:
     if given is None:
         return
+    loaded = session.config
     differing = [
         f"{name}: loaded with {getattr(loaded, name)!r}, callback says {getattr(given, name)!r}"
-        for name in _STORE_FIELDS
+        for name in session.store_fields
         if getattr(loaded, name) != getattr(given, name)
     ]
     if differing:
@@ -236,23 +232,20 @@ def _check_same_store(loaded: PorosConfig, given: PorosConfig | None) -> None:
         )
 
 
-def _hide_from_ddp(model: nn.Module, weight_names: set[str]) -> None:
+def _hide_from_ddp(model: nn.Module) -> None:
     """Put the placeholders on DDP's ignore list, under the names that the wrapped model uses.
 
     DDP would broadcast every parameter when it wraps the model, the ones without memory too.
     """
+    from poros_hf.nf4 import HostParams4bit
+
     ours = [
         name
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if _base_name(name) in weight_names
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, HostParams4bit)
     ]
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     model._ddp_params_and_buffers_to_ignore = [*before, *ours]  # type: ignore[assignment]
-
-
-def _base_name(name: str) -> str:
-    """Undo PEFT's renaming of a base layer's parameter."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _log_plan(session: StreamSession) -> None:

@@ -93,15 +93,25 @@ class ModelCapture:
         self._weights[name] = packed
         return placeholder(weight)
 
-    def finish(self) -> StreamSession:
+    def take_resident(self) -> None:
+        """Take every weight of a model that is loaded, and free its memory as it goes."""
+        for layer in self._layers:
+            for path, module in quantised_linears(layer):
+                module.weight = self.take(f"{path}.weight", module.weight)
+                module.quant_state = None
+
+    def finish(self, store_fields: tuple[str, ...]) -> StreamSession:
         """Seal the store, bind the linear layers to it and swap the decoder layers' classes.
+
+        Args:
+            store_fields: See `StreamSession`.
 
         Raises:
             CheckpointError: Weights are missing from the checkpoint.
         """
         self._store.seal()
         streamer = Streamer(self._store, self._plan, self._runtime)
-        session = StreamSession(self._config, streamer, list(self._weights))
+        session = StreamSession(self._config, streamer, store_fields)
         for layer, block in zip(self._layers, self._block_of_layer, strict=True):
             self._bind(layer, block, session)
         return session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from poros_hf.errors import UnsupportedModelError, name_offenders
 from poros_hf.units import format_bytes
+
+logger = logging.getLogger(__name__)
 
 # Norms, biases, routers and the like stay on the device as they are; a decoder of which more than
 # this share is not 4-bit would hold most of its bytes on the device, unseen by the plan.
@@ -59,38 +62,58 @@ def find_decoder_layers(model: Any) -> list[DecoderLayer]:
 
 def quantised_linears(layer: DecoderLayer) -> Iterator[tuple[str, Any]]:
     """Yield (module path in the model, module) of the 4-bit linear layers of a decoder layer."""
-    import bitsandbytes as bnb
-
     for name, module in layer.module.named_modules():
-        if isinstance(module, bnb.nn.Linear4bit):
+        if _is_four_bit(module):
             yield f"{layer.path}.{name}", module
 
 
 def refuse_unquantised(layers: list[DecoderLayer], bytes_per_weight: int) -> None:
     """Refuse decoders whose bytes would mostly stay 16-bit, above all fused experts.
 
+    Linear layers that stay 16-bit are on the checkpoint's or the model's own skip list; those are
+    named in a warning.
+
     Args:
-        layers: On the meta device, linear layers already replaced by 4-bit ones.
+        layers: Their linear layers are 4-bit; on the meta device or loaded.
         bytes_per_weight: Of the type the rest is loaded in.
 
     Raises:
         UnsupportedModelError: The offenders are named, with the bytes that would stay.
     """
-    total, stays = 0, {}
+    total = 0
+    stays: dict[str, int] = {}
+    skipped: dict[str, int] = {}
     for layer in layers:
-        quantised = {f"{path}.weight" for path, _ in quantised_linears(layer)}
-        for name, parameter in layer.module.named_parameters():
-            path = f"{layer.path}.{name}"
-            total += parameter.numel()
-            if path not in quantised and parameter.dim() > 1:
-                stays[path] = parameter.numel() * bytes_per_weight
-    if sum(stays.values()) <= _MAX_UNQUANTISED_SHARE * total * bytes_per_weight:
-        return
-    raise UnsupportedModelError(
-        "unquantised-weights",
-        f"{format_bytes(sum(stays.values()))} of the decoder's weights would stay 16-bit, because "
-        f"they are not linear layers (fused experts): {name_offenders(list(stays))}",
-        remedies=["use a dense model", "wait for a version that streams fused experts"],
-        stays_bytes=sum(stays.values()),
-        names=list(stays),
-    )
+        for name, module in layer.module.named_modules():
+            if ".lora_" in f".{name}":
+                continue  # an adapter's, not the base's
+            if _is_four_bit(module):
+                total += module.in_features * module.out_features
+                continue
+            counted = skipped if isinstance(module, nn.Linear) else stays
+            for own, parameter in module.named_parameters(recurse=False):
+                total += parameter.numel()
+                if parameter.dim() > 1:
+                    path = ".".join(part for part in (layer.path, name, own) if part)
+                    counted[path] = parameter.numel() * bytes_per_weight
+    if skipped:
+        logger.warning(
+            "%s of linear weights are not quantised and stay on the device: %s",
+            format_bytes(sum(skipped.values())),
+            name_offenders(list(skipped)),
+        )
+    if sum(stays.values()) > _MAX_UNQUANTISED_SHARE * total * bytes_per_weight:
+        raise UnsupportedModelError(
+            "unquantised-weights",
+            f"{format_bytes(sum(stays.values()))} of the decoder's weights would stay 16-bit, "
+            f"because they are not linear layers (fused experts): {name_offenders(list(stays))}",
+            remedies=["use a dense model", "wait for a version that streams fused experts"],
+            stays_bytes=sum(stays.values()),
+            names=list(stays),
+        )
+
+
+def _is_four_bit(module: nn.Module) -> bool:
+    import bitsandbytes as bnb
+
+    return isinstance(module, bnb.nn.Linear4bit)

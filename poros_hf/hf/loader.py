@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from poros_hf.config import PorosConfig
 from poros_hf.environment import environment_variable
-from poros_hf.errors import CheckpointError, ConfigError
+from poros_hf.errors import CheckpointError
 from poros_hf.hf.quantizer import PrequantisedConfig
 
 # What AutoConfig needs to find the same checkpoint that AutoModel will load.
@@ -27,12 +27,14 @@ _LOCATION_KEYS = (
 def from_pretrained(model_id: str, config: PorosConfig | None = None, **kwargs: Any) -> Any:
     """Load a causal language model whose decoder is streamed.
 
-    Takes 16-bit checkpoints, which are quantised weight by weight, and checkpoints that are NF4
-    already (`*-bnb-4bit`), which `AutoModelForCausalLM` refuses together with a PorosConfig.
+    Takes 16-bit checkpoints, which are quantised weight by weight, and checkpoints that are 4-bit
+    already (`*-bnb-4bit`), which `AutoModelForCausalLM` refuses together with a PorosConfig. How
+    those are quantised is theirs to say: nested or not, NF4 or FP4, with modules left out.
 
     Args:
         model_id: Folder, or repository on the Hub.
-        config: How to quantise and stream; PorosConfig() by default.
+        config: How to quantise and stream; PorosConfig() by default. Its compute_dtype holds for
+            checkpoints that are 4-bit already, its quantisation does not.
         **kwargs: As for `AutoModelForCausalLM.from_pretrained`; `dtype` is the config's
             compute_dtype by default.
 
@@ -41,7 +43,6 @@ def from_pretrained(model_id: str, config: PorosConfig | None = None, **kwargs: 
 
     Raises:
         CheckpointError: The checkpoint is quantised in another format.
-        ConfigError: A checkpoint that is NF4 already contradicts `config`.
         PorosError: See docs/errors.md; raised before weights are read wherever possible.
     """
     config = config or PorosConfig()
@@ -61,20 +62,12 @@ def from_pretrained(model_id: str, config: PorosConfig | None = None, **kwargs: 
 def _prequantised(model_id: str, config: PorosConfig, stored: Any) -> PrequantisedConfig:
     values = stored if isinstance(stored, dict) else stored.to_dict()
     method = str(values.get("quant_method"))
-    kind = values.get("bnb_4bit_quant_type")
-    if method != "bitsandbytes" or not values.get("load_in_4bit") or kind != "nf4":
+    if method != "bitsandbytes" or not values.get("load_in_4bit"):
         raise CheckpointError(
             "checkpoint-format",
-            f"{model_id} is quantised already, by {method} ({kind or 'no 4-bit type'}); only "
-            "bitsandbytes NF4 can be streamed as it is",
+            f"{model_id} is quantised already, by {method} and not in 4 bits of bitsandbytes, "
+            "which alone can be streamed as it is",
             remedies=["use the original 16-bit repository", "use a *-bnb-4bit repository"],
             quant_method=method,
-        )
-    if bool(values.get("bnb_4bit_use_double_quant")) != config.double_quant:
-        raise ConfigError(
-            "double-quant-mismatch",
-            f"{model_id} is stored with double_quant={not config.double_quant}, the config says "
-            f"double_quant={config.double_quant}",
-            remedies=[f"set double_quant={not config.double_quant}"],
         )
     return PrequantisedConfig(config, values)

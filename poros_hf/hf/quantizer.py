@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from poros_hf.config import PorosConfig
 from poros_hf.errors import UnsupportedModelError
 from poros_hf.hf.compat import check_versions
-from poros_hf.hf.session import attach
+from poros_hf.hf.session import QUANTISED_BEFORE, QUANTISED_HERE, attach
 from poros_hf.runtime import runtime_for
 
 if TYPE_CHECKING:
@@ -76,10 +76,12 @@ class PorosHfQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc] # transformers
     ) -> None:
         if isinstance(quantization_config, PrequantisedConfig):
             self.poros_config = quantization_config.config
+            self._store_fields: tuple[str, ...] = QUANTISED_BEFORE
             stock = BitsAndBytesConfig.from_dict(quantization_config.stored)
             stock.bnb_4bit_compute_dtype = getattr(torch, self.poros_config.compute_dtype)
         else:
             self.poros_config = quantization_config
+            self._store_fields = QUANTISED_HERE
             stock = bitsandbytes_config(quantization_config)
         self.capture: ModelCapture | None = None
         super().__init__(stock, **kwargs)
@@ -140,7 +142,7 @@ class PorosHfQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc] # transformers
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model = super()._process_model_after_weight_loading(model, **kwargs)
         assert self.capture is not None, "weights were loaded before they were planned"
-        attach(model, self.capture.finish())
+        attach(model, self.capture.finish(self._store_fields))
         self.capture = None
         # The state dict is in stored form already, so nothing of ours is to be undone by saving.
         model._weight_conversions = [

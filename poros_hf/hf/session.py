@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from poros_hf.config import PorosConfig
-from poros_hf.errors import UnsupportedModelError
+from poros_hf.errors import ConfigError, UnsupportedModelError
 from poros_hf.streamer import Streamer
 
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_poros_session"
+QUANTISED_BEFORE = ("block_size",)
+QUANTISED_HERE = ("quantization", "double_quant", "compute_dtype", *QUANTISED_BEFORE)
 
 
 @dataclass(eq=False)
@@ -25,15 +27,31 @@ class StreamSession:
     Attributes:
         config: The settings it was loaded with.
         streamer: Owns store and slots.
-        weight_names: Parameters that are placeholders, named as in the base model.
-        has_callback: A PorosStreaming callback takes care of this model.
+        store_fields: Fields of the config that decided the stored bytes, which nothing may
+            contradict; the rest is policy. How weights are quantised is not among them where the
+            weights were 4-bit already.
+        trainer_state: State of the Trainer whose PorosStreaming looks after this model.
     """
 
     config: PorosConfig
     streamer: Streamer
-    weight_names: Sequence[str]
-    has_callback: bool = False
+    store_fields: tuple[str, ...]
+    trainer_state: Any = None
     _has_warned: bool = field(default=False, repr=False)
+
+    def adopt(self, trainer_state: Any) -> None:
+        """Note which Trainer's callback looks after the model; a later Trainer takes over.
+
+        Raises:
+            ConfigError: The same Trainer has a PorosStreaming already.
+        """
+        if trainer_state is not None and self.trainer_state is trainer_state:
+            raise ConfigError(
+                "callback-twice",
+                "the trainer was given two PorosStreaming callbacks",
+                remedies=["pass one"],
+            )
+        self.trainer_state = trainer_state
 
     def note_training_forward(self) -> None:
         """Warn once if nobody looks after the model that is being trained.
@@ -41,7 +59,8 @@ class StreamSession:
         Raises:
             UnsupportedModelError: Several processes train it, which needs the callback.
         """
-        if self.has_callback or self._has_warned or not torch.is_grad_enabled():
+        has_callback = self.trainer_state is not None
+        if has_callback or self._has_warned or not torch.is_grad_enabled():
             return
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise UnsupportedModelError(

@@ -7,47 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import poros_hf
 from poros_hf import PorosConfig, PorosStreaming
-from poros_hf.errors import CheckpointError, ConfigError
+from poros_hf.errors import CheckpointError
 from poros_hf.hf.session import find_session
-
-IDS = torch.arange(1, 33).view(2, 16)
-
-
-def load_stock(folder: Path, *, double_quant: bool = True) -> Any:
-    """Load the resident model with stock bitsandbytes."""
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=double_quant,
-        bnb_4bit_compute_dtype="bfloat16",
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config, dtype="bfloat16"
-    )
-    return keep_packed(model)
-
-
-def keep_packed(model: Any) -> Any:
-    """Keep bitsandbytes from repacking weights, and rounding scales, for CPU inference."""
-    for module in model.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False
-    return model
-
-
-def logits(model: Any) -> torch.Tensor:
-    """Return the logits of fixed tokens."""
-    with torch.no_grad():
-        return model.eval()(IDS).logits
+from tests.integration.stock import IDS, load_stock, logits
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
@@ -57,7 +26,9 @@ def test_saved_model_is_byte_equal_to_a_stock_one(
     load_streamed(PorosConfig(double_quant=double_quant, block_size=2)).save_pretrained(
         tmp_path / "streamed"
     )
-    load_stock(tiny_model, double_quant=double_quant).save_pretrained(tmp_path / "stock")
+    load_stock(tiny_model, bnb_4bit_use_double_quant=double_quant).save_pretrained(
+        tmp_path / "stock"
+    )
     for name in ("config.json", "model.safetensors"):
         ours, theirs = (tmp_path / side / name for side in ("streamed", "stock"))
         assert ours.read_bytes() == theirs.read_bytes(), name
@@ -76,13 +47,26 @@ def test_prequantised_checkpoint_loads_through_our_door(tiny_model: Path, tmp_pa
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_prequantised_checkpoint_is_refused_when_double_quant_differs(
-    tiny_model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bnb_4bit_use_double_quant": False},
+        {"bnb_4bit_quant_type": "fp4"},
+        {"bnb_4bit_quant_storage": "bfloat16"},
+        {"llm_int8_skip_modules": ["lm_head", "layers.2.mlp", "o_proj"]},
+    ],
+    ids=["flat", "fp4", "bfloat16-storage", "skipped-modules"],
+)
+def test_prequantised_checkpoint_decides_how_it_is_quantised(
+    options: dict[str, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
-    load_stock(tiny_model, double_quant=False).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        poros_hf.from_pretrained(str(tmp_path))
-    assert caught.value.slug == "double-quant-mismatch"
+    stock = load_stock(tiny_model, **options)
+    stock.save_pretrained(tmp_path / "4bit")
+    model = poros_hf.from_pretrained(str(tmp_path / "4bit"), PorosConfig(block_size=2))
+    assert torch.equal(logits(model), logits(stock))
+    model.save_pretrained(tmp_path / "again")
+    ours, theirs = (tmp_path / name / "model.safetensors" for name in ("again", "4bit"))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +74,6 @@ def test_prequantised_checkpoint_is_refused_when_double_quant_differs(
     [
         {"quant_method": "gptq", "bits": 4},
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
         {"quant_method": "mxfp4"},
     ],
     ids=lambda value: value["quant_method"],

@@ -208,7 +208,7 @@ def test_callback_on_a_resident_model_is_refused(
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(UnsupportedModelError) as caught:
         make_trainer(model, callbacks=[PorosStreaming()])
-    assert caught.value.slug == "not-streamed"
+    assert caught.value.slug == "not-four-bit"
 
 
 def test_callback_with_another_stored_config_is_refused(
