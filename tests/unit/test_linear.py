@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from poros_hf.config import PorosConfig
+from poros_hf.errors import UnsupportedModelError
 from poros_hf.linear import StreamedLinear4bit, WeightHandle
 from poros_hf.nf4 import TableCache, WeightFormat, placeholder, take_apart, tensor_specs
 from poros_hf.planner import plan_stream
@@ -303,6 +304,15 @@ def test_to_leaves_the_placeholder_alone(target):
     weight = streamed.weight
     streamed.to(target)
     assert streamed.weight is weight
+
+
+def test_to_refuses_another_device():
+    _, streamed, _ = pair()
+    with pytest.raises(UnsupportedModelError) as caught:
+        streamed.to("meta")
+    assert caught.value.slug == "moved"
+    assert caught.value.details == {"device": "meta"}
+    assert streamed.bias.device == torch.device("cpu")
 
 
 def test_to_casts_the_bias():

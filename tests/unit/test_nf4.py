@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import bitsandbytes as bnb
 import pytest
 import torch
@@ -138,12 +141,9 @@ def test_on_gives_tables_on_the_device_and_leaves_the_original():
     assert not packed.state.state2.code.is_meta
 
 
-@pytest.mark.parametrize(
-    "options", [{"quant_type": "fp4"}, {"blocksize": 128}], ids=["type", "block"]
-)
-def test_take_apart_refuses_another_format(options):
+def test_take_apart_refuses_another_block_of_weights():
     with pytest.raises(UnsupportedModelError) as caught:
-        take_apart("model.w", quantise((64, 64), **options), TableCache())
+        take_apart("model.w", quantise((64, 64), blocksize=128), TableCache())
     assert caught.value.slug == "quant-format"
     assert caught.value.details == {"name": "model.w"}
 
@@ -200,6 +200,14 @@ def test_quant_state_of_a_placeholder_refuses():
 
 def test_quant_state_of_a_placeholder_is_none_for_those_who_ask_with_a_default():
     assert getattr(placeholder(quantise((64, 64))), "quant_state", None) is None
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, pickle.dumps])
+def test_placeholder_refuses_to_be_copied(clone):
+    stand_in = placeholder(quantise((64, 64)))
+    with pytest.raises(UnsupportedModelError) as caught:
+        clone(stand_in)
+    assert caught.value.slug == "no-copy"
 
 
 @pytest.mark.parametrize("name", ["absmax", "code", "offset", "state2", "nested_absmax"])
