@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +20,12 @@ from poros_hf.errors import UnsupportedModelError
 from poros_hf.hf.compat import check_versions
 from poros_hf.hf.session import QUANTISED_BEFORE, QUANTISED_HERE, attach
 from poros_hf.runtime import runtime_for
+from poros_hf.units import format_bytes
 
 if TYPE_CHECKING:
     from poros_hf.hf.capture import ModelCapture
+
+logger = logging.getLogger(__name__)
 
 
 class PrequantisedConfig(QuantizationConfigMixin):  # type: ignore[misc] # not typed
@@ -138,6 +142,24 @@ class PorosHfQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc] # transformers
         )
         runtime = runtime_for(single_device(device_map))
         self.capture = ModelCapture(model, self.poros_config, weight_format, runtime)
+        self._warn_of_float32(model)
+
+    def _warn_of_float32(self, model: Any) -> None:
+        """Name the cost of a float32 load; TRL asks for one unless it is told otherwise."""
+        capture = self.capture
+        assert capture is not None, "the model has not been planned"
+        stays_bytes = sum(
+            parameter.numel() * parameter.element_size()
+            for name, parameter in model.named_parameters()
+            if parameter.dtype == torch.float32 and not capture.wants(name)
+        )
+        if model.dtype == torch.float32:
+            logger.warning(
+                "loading in float32: what is not streamed (embedding, head, norms) takes %s of "
+                "device memory, and half of it in bfloat16. Pass dtype='bfloat16' (to TRL: "
+                "model_init_kwargs={'dtype': 'bfloat16'}).",
+                format_bytes(stays_bytes),
+            )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model = super()._process_model_after_weight_loading(model, **kwargs)

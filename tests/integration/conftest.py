@@ -44,6 +44,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., SFTTrainer]:
         callbacks: list[Any],
         lora: LoraConfig | None = None,
         rows: list[dict[str, Any]] | None = None,
+        quantization_config: Any = None,
         **arguments: Any,
     ) -> SFTTrainer:
         defaults: dict[str, Any] = {
@@ -64,6 +65,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., SFTTrainer]:
             train_dataset=Dataset.from_list(rows),
             peft_config=lora or LoraConfig(r=4, target_modules="all-linear"),
             callbacks=callbacks,
+            quantization_config=quantization_config,
         )
 
     return make
