@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from poros_hf.errors import ConfigError
+from poros_hf.hub import Repository, write_atomic
 
+CONFIG_FILE = "poros_config.json"
 SCHEMA_VERSION = 1
+# [Note: schema versions] A field that is renamed, removed or means something else makes a new
+# version; one that is added with a default does not. The function under version v turns the fields
+# of v into those of v + 1. What is newer than SCHEMA_VERSION is refused: it may say anything.
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 Auto = Literal["auto"]
 
 _COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
@@ -151,20 +159,140 @@ class PorosConfig:
         """
         given = dict(values)
         version = given.pop("schema_version", SCHEMA_VERSION)
-        if version != SCHEMA_VERSION:
-            raise ConfigError(
-                "config-schema",
-                f"schema_version {version!r} is not {SCHEMA_VERSION}, the one this version reads",
-                remedies=["upgrade poros-hf", "write the file anew with this version"],
-                schema_version=version,
-            )
         method = given.pop("quant_method", cls.quant_method)
         if method != cls.quant_method:
-            raise ConfigError("config-value", f"quant_method={method!r} is not {cls.quant_method}")
-        known = [item.name for item in fields(cls)]
-        for key in given:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
-                raise ConfigError("config-key", f"unknown key {key!r}{hint}", key=key)
+            raise ConfigError(
+                "config-value",
+                f"quant_method={method!r} is not {cls.quant_method}",
+                field="quant_method",
+                value=method,
+            )
+        given = _migrate(given, version)
+        refuse_unknown(given, [item.name for item in fields(cls)])
         return cls(**given)
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write `poros_config.json` into a folder, which is made if it does not exist.
+
+        Returns:
+            The path of the file; it is replaced as a whole.
+        """
+        path = Path(folder) / CONFIG_FILE
+        write_atomic(path, self._text())
+        return path
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_or_dir: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | None = None,
+        local_files_only: bool = False,
+    ) -> PorosConfig:
+        """Read `poros_config.json` from a folder, or from a repository on the Hub.
+
+        The file holds the fields of this class and nothing else: it cannot make code run.
+
+        Args:
+            repo_or_dir: Folder, or `owner/name`; a folder of that name wins.
+            revision: Branch, tag or commit of the repository.
+            token: Access token; None takes the one that `hf auth login` stored.
+            cache_dir: Where downloads are kept; None is the cache of huggingface_hub.
+            local_files_only: Look into that cache alone.
+
+        Raises:
+            HubError: The file could not be had; repository, file and the likely reason are named.
+            ConfigError: It is no JSON object, has an unknown key or value, or is of a newer schema.
+        """
+        source = Repository(
+            name=str(repo_or_dir),
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )
+        text = source.fetch(CONFIG_FILE).read_bytes()
+        try:
+            return cls.from_dict(_parse(text))
+        except ConfigError as error:
+            raise error.in_file(source.describe(CONFIG_FILE)) from error.__cause__
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        commit_message: str = f"Upload {CONFIG_FILE}",
+    ) -> str:
+        """Put `poros_config.json` into a repository on the Hub, which is made if need be.
+
+        Args:
+            repo_id: `owner/name`.
+            revision: Branch to commit to; None is the default one.
+            token: Access token with write permission; None takes the stored one.
+            private: Visibility of a repository that is made here; None is the owner's default.
+            commit_message: First line of the commit.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            HubError: The Hub did not take it; repository, file and the likely reason are named.
+        """
+        source = Repository(name=repo_id, revision=revision, token=token)
+        return source.upload(CONFIG_FILE, self._text(), private=private, message=commit_message)
+
+    def _text(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+
+def refuse_unknown(keys: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse the first key that is not known, and name the nearest one that is.
+
+    Raises:
+        ConfigError: There is such a key.
+    """
+    names = list(known)
+    for key in keys:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+            raise ConfigError("config-key", f"unknown key {key!r}{hint}", key=key)
+
+
+def _migrate(values: dict[str, Any], version: Any) -> dict[str, Any]:
+    """Bring fields of an older schema to the present one; see [Note: schema versions]."""
+    is_number = isinstance(version, int) and not isinstance(version, bool)
+    if not is_number or version not in (*MIGRATIONS, SCHEMA_VERSION):
+        raise ConfigError(
+            "config-schema",
+            f"schema_version {version!r} is not one that this version reads "
+            f"({', '.join(map(str, sorted({*MIGRATIONS, SCHEMA_VERSION})))})",
+            remedies=["upgrade poros-hf", "write the file anew with this version"],
+            schema_version=version,
+        )
+    for step in range(version, SCHEMA_VERSION):
+        values = MIGRATIONS[step](values)
+    return values
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise _not_an_object(str(error)) from error
+    if not isinstance(values, dict):
+        raise _not_an_object(f"it holds a {type(values).__name__}")
+    return values
+
+
+def _not_an_object(reason: str) -> ConfigError:
+    return ConfigError(
+        "config-file",
+        f"not a JSON object: {reason}",
+        remedies=["write the file anew with save_pretrained", "download it again"],
+    )

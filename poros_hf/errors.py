@@ -5,6 +5,8 @@
     +- HostSetupError (RuntimeError)       the machine or its software cannot do what is needed
     +- CapacityError (RuntimeError)        VRAM, RAM or pinned memory is too small
     +- CheckpointError (RuntimeError)      a checkpoint is incomplete or of another format
+    +- RowsError (ValueError)              the training rows are missing or not understood
+    +- HubError (RuntimeError)             the Hub did not give or take a file
     +- UnsupportedModelError (ValueError)  the model, or a wish about it, cannot be streamed
     +- StreamStateError (RuntimeError)     a block was used against the protocol of the slots
     +- TrainingGuardError (RuntimeError)   training would go on without learning, or on nonsense
@@ -16,7 +18,7 @@ that a caller never parses the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, Self
 
 
 class PorosError(Exception):
@@ -36,6 +38,12 @@ class PorosError(Exception):
         self.details = details
         advice = f"\nDo one of: {'; '.join(remedies)}." if remedies else ""
         super().__init__(f"[{slug}] {what}{advice}")
+
+    def in_file(self, source: str) -> Self:
+        """Add where the offending value was read from, and return the error to be raised."""
+        self.args = (f"{self}\nRead from {source}.",)
+        self.details["source"] = source
+        return self
 
     def __reduce__(self) -> tuple[object, ...]:
         # The text is complete; pickle must not ask `__init__` to compose it from its parts.
@@ -62,6 +70,14 @@ class CapacityError(PorosError, RuntimeError):
 
 class CheckpointError(PorosError, RuntimeError):
     """A checkpoint is incomplete, or is not what its config says."""
+
+
+class RowsError(PorosError, ValueError):
+    """The training rows are missing, empty, or not in a form that is understood."""
+
+
+class HubError(PorosError, RuntimeError):
+    """The Hub, or a folder in its place, did not give or take a file."""
 
 
 class UnsupportedModelError(PorosError, ValueError):

@@ -15,6 +15,8 @@ KINDS = {
     "HostSetupError": RuntimeError,
     "CapacityError": RuntimeError,
     "CheckpointError": RuntimeError,
+    "RowsError": ValueError,
+    "HubError": RuntimeError,
     "UnsupportedModelError": ValueError,
     "StreamStateError": RuntimeError,
     "TrainingGuardError": RuntimeError,
@@ -65,6 +67,13 @@ def test_error_survives_when_it_crosses_a_process(clone):
     twin = clone(error)
     assert type(twin) is CapacityError
     assert (str(twin), twin.slug, twin.details) == (str(error), error.slug, error.details)
+
+
+def test_error_says_where_the_value_was_read_when_it_is_told():
+    error = capacity_error().in_file("poros_config.json of someone/adapter")
+    assert str(error).endswith("Read from poros_config.json of someone/adapter.")
+    assert error.details["source"] == "poros_config.json of someone/adapter"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_name_offenders_counts_the_rest_when_there_are_more_than_five():
