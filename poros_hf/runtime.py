@@ -260,6 +260,22 @@ class CpuEvent:
     pending: _PendingCopy | None = None
 
 
+class CpuStream:
+    """A compute stream of `CpuRuntime`.
+
+    Compared with None it is neither equal nor unequal, as streams of torch are, so that code
+    which trips over that does so without a GPU.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return other is self
+
+    def __ne__(self, other: object) -> bool:
+        return other is not None and other is not self
+
+    __hash__ = object.__hash__
+
+
 @dataclass(eq=False)
 class _PendingCopy:
     source: torch.Tensor
@@ -279,6 +295,7 @@ class CpuRuntime(Runtime):
     keep_trace: bool = False
     trace: list[tuple[str, str]] = field(default_factory=list)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _stream: CpuStream = field(default_factory=CpuStream)
     _queue: deque[_PendingCopy] = field(default_factory=deque)
     _times: TransferTimes = field(default_factory=TransferTimes)
 
@@ -290,9 +307,9 @@ class CpuRuntime(Runtime):
         """Make an event that has not been recorded."""
         return CpuEvent(label)
 
-    def current_stream(self) -> str:
-        """Return the name of the one compute stream."""
-        return "compute"
+    def current_stream(self) -> CpuStream:
+        """Return the one compute stream."""
+        return self._stream
 
     def stage(
         self,
@@ -314,13 +331,13 @@ class CpuRuntime(Runtime):
             # Compute stands still while the host copies, so nothing of it is hidden.
             self._times.stall_ms += self._run_until(done.pending)
 
-    def wait(self, event: CpuEvent, stream: str) -> None:
+    def wait(self, event: CpuEvent, stream: CpuStream) -> None:
         """See `Runtime.wait`."""
         self._note("compute wait", event.label)
         if event.pending is not None:
             self._times.stall_ms += self._run_until(event.pending)
 
-    def record(self, event: CpuEvent, stream: str) -> None:
+    def record(self, event: CpuEvent, stream: CpuStream) -> None:
         """See `Runtime.record`."""
         self._note("compute record", event.label)
 

@@ -142,9 +142,10 @@ class SlotPool:
                 held_block=slot.block,
             )
         stream = self._runtime.current_stream()
-        if slot.ready_on != stream:
+        is_first = slot.ready_on is None  # a stream of torch is neither equal to None nor unequal
+        if is_first or slot.ready_on != stream:
             self._runtime.wait(slot.copied, stream)
-            slot.is_shared = slot.ready_on is not None
+            slot.is_shared = not is_first
             slot.ready_on = stream
         slot.users += 1
         slot.state = SlotState.IN_USE
