@@ -41,8 +41,8 @@ test: quality  ## quality, then the tests that need no GPU: what CI runs
 test-full: $(READY)  ## as test, with the whole product of the parity matrix
 	$(PYTHON) -m pytest -m "not gpu"
 
-test-gpu: $(READY)  ## the tests that need a GPU; without one they fail
-	POROS_REQUIRE_GPU=1 $(PYTHON) -m pytest -m gpu tests/gpu
+test-gpu: $(READY)  ## the tests that need a GPU, the result kept as an artifact; no GPU, no pass
+	$(PYTHON) -m validation.experiments.gpu_suite.run
 
 demo: $(READY)  ## fine-tune SmolLM2, streamed and resident, and compare
 	@$(PYTHON) recipes/demo.py --output $(OUTPUTS)/demo

@@ -81,6 +81,30 @@ def test_sort_out_keeps_publishable_artifacts_only(artifacts):
     assert all("unknown" in note for note in notes)
 
 
+def test_claim_has_no_value_when_a_run_of_its_arms_failed(site):
+    commit = repository.read_state(site)["commit"]
+    failed = make_record(
+        git={"commit": commit, "dirty": False}, status="error", error="x", samples=[]
+    )
+    run.write(failed, site / "validation" / "artifacts")
+    artifacts, notes = aggregate.sort_out(run.read_all(site / "validation" / "artifacts"), site)
+    (claim,) = aggregate.load_claims(site / "validation" / "claims.toml")
+    outcome = aggregate.evaluate(claim, artifacts, site)
+    assert outcome.value is None
+    assert "failed" in outcome.reason
+    assert len(notes) == 1
+
+
+def test_claim_leaves_out_runs_of_older_code(site):
+    older = repository.read_state(site)["commit"]
+    newer = commit_all(site, "the code that the claim is about")
+    artifacts, _ = aggregate.sort_out(run.read_all(site / "validation" / "artifacts"), site)
+    (claim,) = aggregate.load_claims(site / "validation" / "claims.toml")
+    assert aggregate.evaluate(replace(claim, since=older), artifacts, site).value is not None
+    outcome = aggregate.evaluate(replace(claim, since=newer), artifacts, site)
+    assert outcome.reason == "no publishable artifact"
+
+
 @pytest.mark.parametrize(
     ("goal", "value", "reached"),
     [("equal", 0.0, True), ("equal", 0.1, False), ("at_most", 0.1, False), ("at_least", 1.0, True)],

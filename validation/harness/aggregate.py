@@ -51,6 +51,7 @@ class Claim:
     min_repeats: int = 1  # fewest runs of each arm
     requires: tuple[str, ...] = ()  # checks that must be true in every run
     control: str | None = None  # arm that must reach the goal as well, or there is no value
+    since: str | None = None  # commit; runs of code without it are about something else
     goal: str = "equal"
     target: float = 0.0
     tolerance: float = 0.0
@@ -65,6 +66,7 @@ class Outcome:
 
 
 Artifact = tuple[Path, Mapping[str, Any]]
+FAILURES = (("status oom",), ("status error",))
 
 
 def load_claims(path: Path = CLAIMS_TOML) -> list[Claim]:
@@ -76,21 +78,32 @@ def load_claims(path: Path = CLAIMS_TOML) -> list[Claim]:
 def sort_out(
     artifacts: Iterable[Artifact], root: Path = repository.ROOT
 ) -> tuple[list[Artifact], list[str]]:
-    """Keep the publishable artifacts; say for each other one why it is not."""
+    """Keep the artifacts that count; say for each other one why it does not.
+
+    A run that failed counts too, where nothing but its failure speaks against it: the claims that
+    it belongs to have no value.
+    """
     kept, notes = [], []
     for path, record in artifacts:
         verdict = classify.classify(record, path, root)
-        if verdict.kind == "publishable":
+        failed = verdict.reasons in FAILURES
+        if verdict.kind == "publishable" or failed:
             kept.append((path, record))
-        else:
+        if verdict.kind != "publishable":
             notes.append(f"{verdict.kind}: {path.name}: {'; '.join(verdict.reasons)}")
     return kept, notes
 
 
-def evaluate(claim: Claim, artifacts: Sequence[Artifact]) -> Outcome:
-    """Compute one claim from publishable artifacts."""
+def evaluate(claim: Claim, artifacts: Sequence[Artifact], root: Path = repository.ROOT) -> Outcome:
+    """Compute one claim from the artifacts that count."""
+    if claim.since is not None:
+        artifacts = [
+            (path, record)
+            for path, record in artifacts
+            if repository.is_ancestor(claim.since, record["git"]["commit"], root)
+        ]
     if claim.control is not None:
-        control = evaluate(replace(claim, arm=claim.control, control=None), artifacts)
+        control = evaluate(replace(claim, arm=claim.control, control=None), artifacts, root)
         if control.value is None:
             return Outcome(None, f"control {claim.control}: {control.reason}")
         if not is_reached(claim, control.value["value"]):
@@ -100,6 +113,9 @@ def evaluate(claim: Claim, artifacts: Sequence[Artifact]) -> Outcome:
         for path, record in artifacts
         if record["id"] == claim.protocol and fnmatch.fnmatchcase(record["arm"], claim.arm)
     ]
+    broken = [path.name for path, record in chosen if record["status"] != "ok"]
+    if broken:
+        return Outcome(None, f"failed: {', '.join(broken)}")
     if not chosen:
         return Outcome(None, "no publishable artifact")
     return _evaluate_chosen(claim, chosen)

@@ -51,6 +51,11 @@ def has_commit(commit: str, root: Path = ROOT) -> bool:
     return _git("cat-file", "-e", f"{commit}^{{commit}}", root=root) is not None
 
 
+def is_ancestor(older: str, newer: str, root: Path = ROOT) -> bool:
+    """Say whether `newer` is `older` or was made from it."""
+    return _git("merge-base", "--is-ancestor", older, newer, root=root) is not None
+
+
 def has_file(commit: str, path: str, root: Path = ROOT) -> bool:
     """Say whether a path existed in a commit."""
     return _git("cat-file", "-e", f"{commit}:{path}", root=root) is not None

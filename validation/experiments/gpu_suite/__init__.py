@@ -1,0 +1,1 @@
+"""The tests that need a GPU, as an artifact."""
