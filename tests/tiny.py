@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    PreTrainedTokenizerFast,
+)
+
+from tests import families
 
 VOCABULARY = 260
 NUM_LAYERS = 13
@@ -40,10 +48,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+_FEWER = {**_COMMON, "num_hidden_layers": families.NUM_LAYERS}
+MULTIMODAL = tuple(families.MULTIMODAL_FAMILIES)
+
+
 def tiny_config(family: str, **overrides: Any) -> Any:
-    """Return the config of a tiny model of `family`."""
-    values = {**_COMMON, **FAMILIES[family], **overrides}
-    return AutoConfig.for_model(**values)
+    """Return the config of a tiny model of `family`, which is of this file or of families.py."""
+    if family in FAMILIES:
+        values = {**_COMMON, **FAMILIES[family]}
+    elif family in MULTIMODAL:
+        values = dict(families.MULTIMODAL_FAMILIES[family])
+        values["text_config"] = {**_FEWER, **values["text_config"]}
+    elif family in families.REFUSED_FAMILIES:
+        values = {**_FEWER, **families.REFUSED_FAMILIES[family][0]}
+    else:
+        values = {**_FEWER, **families.MORE_FAMILIES[family]}
+    return AutoConfig.for_model(**{**values, **overrides})
+
+
+def auto_class(config: Any) -> Any:
+    """Return the Auto class that a person loads such a model with."""
+    if hasattr(config, "vision_config"):
+        return AutoModelForImageTextToText
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -67,7 +94,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def write_tiny_model(folder: Path, family: str, **overrides: Any) -> Path:
     """Write config, bf16 weights and tokenizer of a tiny model of `family` into `folder`."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.bfloat16)
+    config = tiny_config(family, **overrides)
+    model = auto_class(config).from_config(config, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.parity.cases import Case
-from tests.tiny import FAMILIES, write_tiny_model
+from tests.tiny import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 Results = dict[str, dict[str, Any]]
@@ -20,11 +20,8 @@ Results = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a tiny model of every family, once."""
-    folder = tmp_path_factory.mktemp("models")
-    for family in FAMILIES:
-        write_tiny_model(folder / family, family)
-    return folder
+    """Return the folder of the tiny models, each written when a case first asks for it."""
+    return tmp_path_factory.mktemp("models")
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +38,9 @@ def run_sides(
         launcher: Sequence[str] = (),
     ) -> list[Results]:
         folder = tmp_path_factory.mktemp("parity")
+        for family in {case.family for case in cases}:
+            if not (tiny_models / family).is_dir():
+                write_tiny_model(tiny_models / family, family)
         job = {
             "cases": [case.to_dict() for case in cases],
             "fault": fault,

@@ -7,6 +7,7 @@ The resident side is stock transformers, bitsandbytes, PEFT and TRL, and never i
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -17,10 +18,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoConfig, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from tests.families import TOWERS
 from tests.parity.cases import Case
+from tests.tiny import MULTIMODAL, auto_class, byte_tokenizer
 
 STEPS = 5
 BATCH = 2
@@ -101,6 +104,12 @@ def sft_config(case: Case, folder: Path) -> SFTConfig:
     )
 
 
+def load(folder: Path, quantization_config: Any) -> Any:
+    """Load a model through transformers' own door."""
+    auto = auto_class(AutoConfig.from_pretrained(folder))
+    return auto.from_pretrained(folder, quantization_config=quantization_config, dtype="bfloat16")
+
+
 def load_resident(case: Case, folder: Path) -> tuple[Any, list[Any]]:
     """Load the stock model."""
     import bitsandbytes as bnb
@@ -112,9 +121,7 @@ def load_resident(case: Case, folder: Path) -> tuple[Any, list[Any]]:
         bnb_4bit_use_double_quant=case.double_quant,
         bnb_4bit_compute_dtype="bfloat16",
     )
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config, dtype="bfloat16"
-    )
+    model = load(folder, config)
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             # Otherwise one evaluation repacks the weights for inference, and rounds their scales.
@@ -123,7 +130,7 @@ def load_resident(case: Case, folder: Path) -> tuple[Any, list[Any]]:
 
 
 def load_streamed(case: Case, folder: Path) -> tuple[Any, list[Any]]:
-    """Load the streamed model through transformers' own door."""
+    """Load the streamed model."""
     import poros_hf.hf.quantizer
     from poros_hf import PorosConfig, PorosStreaming
     from poros_hf.runtime import CpuRuntime
@@ -135,23 +142,28 @@ def load_streamed(case: Case, folder: Path) -> tuple[Any, list[Any]]:
         num_slots=case.num_slots,
         resident_blocks=case.resident_blocks,
     )
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config, dtype="bfloat16"
-    )
+    model = load(folder, config)
     return model, [PorosStreaming(debug=case.poison)]
 
 
-def train(case: Case, load: Any, models: Path, output: Path) -> dict[str, Any]:
+def train(case: Case, load_side: Any, models: Path, output: Path) -> dict[str, Any]:
     """Train one case and return hashes of what came out."""
-    model, callbacks = load(case, models / case.family)
+    model, callbacks = load_side(case, models / case.family)
+    is_multimodal = case.family in MULTIMODAL
     recorder = Recorder()
     trainer = SFTTrainer(
         model,
         args=sft_config(case, output),
         train_dataset=make_rows(case.rows),
         eval_dataset=make_rows("padded") if case.evaluate else None,
+        # Their own processor needs packages for images, and the rows are text.
+        processing_class=byte_tokenizer() if is_multimodal else None,
         peft_config=LoraConfig(
-            r=4, lora_alpha=8, lora_dropout=case.dropout, target_modules="all-linear"
+            r=4,
+            lora_alpha=8,
+            lora_dropout=case.dropout,
+            target_modules="all-linear",
+            exclude_modules=TOWERS if is_multimodal else None,
         ),
         callbacks=[recorder, *callbacks],
     )
@@ -180,16 +192,18 @@ def main() -> None:
     side, job_path = sys.argv[1:]
     job = json.loads(Path(job_path).read_text())
     torch.set_num_threads(1)
-    load = load_resident if side == "resident" else load_streamed
+    load_side = load_resident if side == "resident" else load_streamed
     if job.get("fault"):
         from tests.parity.faults import FAULTS
 
         FAULTS[job["fault"]]()
+    # Trainer collects garbage for every case, and would look at all that was imported each time.
+    gc.freeze()
     results = {}
     for values in job["cases"]:
         case = Case(**values)
         output = Path(job["output"]) / side / case.id
-        results[case.id] = train(case, load, Path(job["models"]), output)
+        results[case.id] = train(case, load_side, Path(job["models"]), output)
     if side == "resident":
         assert not any(name.startswith("poros_hf") for name in sys.modules)
     if RANK == "0":
