@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
 from transformers import (
@@ -206,9 +207,10 @@ def main() -> None:
     (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     print(describe(arguments), flush=True)
     result = train(arguments)
-    path = Path(arguments.output) / "run.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {path}")
+    if PartialState().is_main_process:
+        path = Path(arguments.output) / "run.json"
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":
