@@ -16,6 +16,7 @@ from poros_hf.hf.adapter_file import check_saved_adapter
 from poros_hf.hf.guards import AdapterGuard, LossGuard, check_logged_loss
 from poros_hf.hf.refusals import refuse_adapters, refuse_arguments
 from poros_hf.hf.session import StreamSession, find_session
+from poros_hf.hf.towers import refuse_tower_adapters
 from poros_hf.planner import plan_stream
 from poros_hf.units import GB, format_bytes
 
@@ -99,6 +100,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         session = find_session(model)
         refuse_arguments(args)
         refuse_adapters(model)
+        refuse_tower_adapters(model)
         if session is None:
             from poros_hf.hf.convert import stream_resident
 

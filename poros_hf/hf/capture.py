@@ -18,6 +18,7 @@ from poros_hf.hf.decoder import (
     find_decoder_layers,
     quantised_linears,
     refuse_unquantised,
+    refuse_written,
 )
 from poros_hf.hf.session import StreamSession
 from poros_hf.layers import BlockHold, swap_class
@@ -61,6 +62,7 @@ class ModelCapture:
         self._runtime = runtime
         self._layers = find_decoder_layers(model)
         refuse_unquantised(self._layers, config_bytes(config))
+        refuse_written(self._layers)
         size = block_size(config)
         self._block_of_layer = [index // size for index in range(len(self._layers))]
         self._block_of_weight: dict[str, int] = {}

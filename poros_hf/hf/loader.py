@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from poros_hf.config import PorosConfig
 from poros_hf.environment import environment_variable
 from poros_hf.errors import CheckpointError
+from poros_hf.hf.decoder import auto_class
 from poros_hf.hf.quantizer import PrequantisedConfig
 
 # What AutoConfig needs to find the same checkpoint that AutoModel will load.
@@ -56,7 +57,7 @@ def from_pretrained(model_id: str, config: PorosConfig | None = None, **kwargs: 
         model_config.quantization_config = _prequantised(model_id, config, stored)
     # Reading ahead fills the device with tensors that wait to be captured.
     with environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"):
-        return AutoModelForCausalLM.from_pretrained(model_id, config=model_config, **kwargs)
+        return auto_class(model_config).from_pretrained(model_id, config=model_config, **kwargs)
 
 
 def _prequantised(model_id: str, config: PorosConfig, stored: Any) -> PrequantisedConfig:

@@ -35,6 +35,17 @@ def load_streamed(tiny_model: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
+def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if a weight file is opened."""
+    import transformers.modeling_utils
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(transformers.modeling_utils, "safe_open", refuse)
+
+
+@pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., SFTTrainer]:
     """Return a function that puts a model under an SFTTrainer with a plain LoRA."""
 
@@ -45,6 +56,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., SFTTrainer]:
         lora: LoraConfig | None = None,
         rows: list[dict[str, Any]] | None = None,
         quantization_config: Any = None,
+        processing_class: Any = None,
         **arguments: Any,
     ) -> SFTTrainer:
         defaults: dict[str, Any] = {
@@ -66,6 +78,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., SFTTrainer]:
             peft_config=lora or LoraConfig(r=4, target_modules="all-linear"),
             callbacks=callbacks,
             quantization_config=quantization_config,
+            processing_class=processing_class,
         )
 
     return make

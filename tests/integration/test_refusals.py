@@ -26,17 +26,6 @@ from poros_hf.hf.refusals import refuse_adapters
 from tests.tiny import write_tiny_model
 
 
-@pytest.fixture
-def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail if a weight file is opened."""
-    import transformers.modeling_utils
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr(transformers.modeling_utils, "safe_open", refuse)
-
-
 @pytest.mark.usefixtures("no_reading")
 @pytest.mark.parametrize(
     "device_map",
