@@ -12,18 +12,15 @@ any format that SFTTrainer knows, or be the message trees of OpenAssistant. The 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer, HfArgumentParser, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from poros_hf import PorosConfig, PorosStreaming, from_pretrained
-
-ROLES = {"prompter": "user", "assistant": "assistant"}
+from poros_hf.hf.rows import ensure_chat_template, load_rows
 
 
 @dataclass
@@ -34,7 +31,7 @@ class Arguments:
         default="Qwen/Qwen2.5-32B", metadata={"help": "Hub identifier or checkpoint folder"}
     )
     dataset: str = field(
-        default="OpenAssistant/oasst1", metadata={"help": "Hub identifier or JSON lines file"}
+        default="OpenAssistant/oasst1", metadata={"help": "Hub identifier, file or folder of rows"}
     )
     language: str = field(default="en", metadata={"help": "which trees of OpenAssistant to keep"})
     output: str = field(default="outputs/sft-32b", metadata={"help": "folder for the adapter"})
@@ -47,46 +44,6 @@ class Arguments:
     block_size: int = field(default=4, metadata={"help": "decoder layers fetched at a time"})
     num_slots: int = field(default=2, metadata={"help": "blocks that the device holds at a time"})
     seed: int = field(default=0, metadata={"help": "seed of adapters and row order"})
-
-
-def best_conversations(messages: Dataset, language: str) -> Dataset:
-    """Turn message trees into conversations: each tree followed along its best ranked replies."""
-    replies: dict[str | None, list[dict[str, Any]]] = {}
-    for message in messages:
-        if message["lang"] == language:
-            replies.setdefault(message["parent_id"], []).append(message)
-    threads = [best_thread(root, replies) for root in replies.get(None, [])]
-    return Dataset.from_list([{"messages": thread} for thread in threads if thread])
-
-
-def best_thread(
-    root: dict[str, Any], replies: dict[str | None, list[dict[str, Any]]]
-) -> list[dict[str, str]]:
-    """Follow the best reply to each message from `root` on; the last turn is the assistant's."""
-    turns = []
-    message: dict[str, Any] | None = root
-    while message is not None:
-        turns.append({"role": ROLES[message["role"]], "content": message["text"]})
-        message = min(replies.get(message["message_id"], []), key=rank, default=None)
-    while turns and turns[-1]["role"] != "assistant":
-        turns.pop()
-    return turns
-
-
-def rank(message: dict[str, Any]) -> float:
-    """Order replies best first; those that nobody ranked come last."""
-    return float("inf") if message["rank"] is None else float(message["rank"])
-
-
-def load_rows(arguments: Arguments) -> Dataset:
-    """Load the training rows from a local file or from the Hub."""
-    if Path(arguments.dataset).is_file():
-        rows = load_dataset("json", data_files=arguments.dataset, split="train")
-    else:
-        rows = load_dataset(arguments.dataset, split="train")
-    if "parent_id" in rows.column_names:
-        return best_conversations(rows, arguments.language)
-    return rows
 
 
 def training_config(arguments: Arguments) -> SFTConfig:
@@ -125,9 +82,10 @@ def describe(arguments: Arguments, rows: Dataset) -> str:
 def main() -> None:
     (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     config = training_config(arguments)  # first, because it assigns this process its device
-    rows = load_rows(arguments)
+    rows = load_rows(arguments.dataset, language=arguments.language)
     print(describe(arguments, rows), flush=True)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    ensure_chat_template(tokenizer, rows)
     model = from_pretrained(
         arguments.model,
         PorosConfig(block_size=arguments.block_size, num_slots=arguments.num_slots),

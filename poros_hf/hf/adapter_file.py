@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from poros_hf.errors import TrainingGuardError, name_offenders
 
+ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 
 

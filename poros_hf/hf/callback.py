@@ -118,8 +118,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         streamer = session.streamer
         if self._debug:
             streamer.enable_poison()
-        config = self._config or session.config
-        streamer.replan(plan_stream(streamer.plan.block_bytes, config))
+        streamer.replan(plan_stream(streamer.plan.block_bytes, self._config_in_use()))
         streamer.take_times()
         self._step = self._first_step = state.global_step
         self._moved_at_start = self._moved_at_log = streamer.moved_bytes
@@ -184,15 +183,28 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
     def on_save(
         self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any
     ) -> None:
-        """Open the adapter that was saved and compare it with what is trained."""
+        """Compare the saved adapter with what is trained, and write the PorosConfig beside it.
+
+        The config comes last: where it is, the checkpoint was written to the end.
+        """
         if args.should_save:
-            check_saved_adapter(Path(args.output_dir) / f"checkpoint-{state.global_step}", model)
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            check_saved_adapter(folder, model)
+            self._config_in_use().save_pretrained(folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look at the last losses and stop watching."""
+        """Look at the last losses, stop watching, and leave the PorosConfig in the output folder.
+
+        That is where `save_model()` puts the adapter, which comes without an event.
+        """
         if self._loss is not None:
             self._loss.check(wait=True)
             self._loss.unwatch()
+        if args.should_save:
+            self._config_in_use().save_pretrained(args.output_dir)
+
+    def _config_in_use(self) -> PorosConfig:
+        return self._config or self._require_session().config
 
     def _transfer_figures(self) -> dict[str, float]:
         streamer = self._require_session().streamer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,9 +11,12 @@ from transformers import AutoConfig
 
 from poros_hf.config import PorosConfig
 from poros_hf.environment import environment_variable
-from poros_hf.errors import CheckpointError
+from poros_hf.errors import CheckpointError, ConfigError
+from poros_hf.hf.adapter_file import ADAPTER_CONFIG
+from poros_hf.hf.adapter_repo import AdapterRepository, is_adapter, rebuild
 from poros_hf.hf.decoder import auto_class
 from poros_hf.hf.quantizer import PrequantisedConfig
+from poros_hf.hub import Repository
 
 # What AutoConfig needs to find the same checkpoint that AutoModel will load.
 _LOCATION_KEYS = (
@@ -23,41 +28,102 @@ _LOCATION_KEYS = (
     "token",
     "trust_remote_code",
 )
+_REPOSITORY_KEYS = ("cache_dir", "local_files_only", "revision", "token")
 
 
-def from_pretrained(model_id: str, config: PorosConfig | None = None, **kwargs: Any) -> Any:
-    """Load a causal language model whose decoder is streamed.
+def from_pretrained(
+    model_id: str | Path,
+    config: PorosConfig | None = None,
+    *,
+    base_model: str | None = None,
+    is_trainable: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Load a causal language model whose decoder is streamed, or one with its adapter.
 
     Takes 16-bit checkpoints, which are quantised weight by weight, and checkpoints that are 4-bit
     already (`*-bnb-4bit`), which `AutoModelForCausalLM` refuses together with a PorosConfig. How
     those are quantised is theirs to say: nested or not, NF4 or FP4, with modules left out.
 
+    Takes adapters as well: with an `adapter_config.json` in it, the folder or repository names its
+    base in that file, and in `poros_config.json` how to stream it. The result is a PeftModel whose
+    adapter has the type that it was saved in.
+
     Args:
-        model_id: Folder, or repository on the Hub.
-        config: How to quantise and stream; PorosConfig() by default. Its compute_dtype holds for
-            checkpoints that are 4-bit already, its quantisation does not.
+        model_id: Folder, or repository on the Hub, of a model or an adapter.
+        config: How to quantise and stream. By default what is stored beside an adapter, else
+            PorosConfig(). Its compute_dtype holds for checkpoints that are 4-bit already, its
+            quantisation does not.
+        base_model: For an adapter: where its base is, if not where the adapter says.
+        is_trainable: For an adapter: whether to go on training it.
         **kwargs: As for `AutoModelForCausalLM.from_pretrained`; `dtype` is the config's
-            compute_dtype by default.
+            compute_dtype by default. With an adapter, `revision` is the adapter's and `subfolder`
+            is refused; the rest is the base's.
 
     Returns:
-        The transformers model, in evaluation mode; add an adapter to train it.
+        The transformers model, in evaluation mode (add an adapter to train it), or a PeftModel.
+
+    Raises:
+        CheckpointError: The checkpoint is quantised in another format, or the base of an adapter
+            is not here.
+        PorosError: See docs/errors.md; raised before weights are read wherever possible.
+    """
+    source = Repository(
+        name=str(model_id), **{key: kwargs[key] for key in _REPOSITORY_KEYS if key in kwargs}
+    )
+    if "subfolder" in kwargs or not is_adapter(source):
+        _refuse_adapter_arguments(source.name, base_model, is_trainable)
+        return _load_base(source.name, config or PorosConfig(), **kwargs)
+    adapter = AdapterRepository(source, base_model)
+    load_base = functools.partial(_load_base, **{**kwargs, "revision": None})
+    return rebuild(adapter, config, load_base, is_trainable=is_trainable)
+
+
+def read_config(model_id: str, config: PorosConfig, **location: Any) -> Any:
+    """Read a checkpoint's config, and check that what it says can be streamed.
+
+    Args:
+        model_id: Folder, or repository on the Hub.
+        config: How to quantise and stream.
+        **location: Those of `_LOCATION_KEYS` that were given.
 
     Raises:
         CheckpointError: The checkpoint is quantised in another format.
-        PorosError: See docs/errors.md; raised before weights are read wherever possible.
     """
-    config = config or PorosConfig()
+    model_config = AutoConfig.from_pretrained(model_id, **location)
+    return _told(model_id, config, model_config)
+
+
+def _load_base(model_id: str, config: PorosConfig, **kwargs: Any) -> Any:
     kwargs.setdefault("dtype", getattr(torch, config.compute_dtype))
     location = {key: kwargs[key] for key in _LOCATION_KEYS if key in kwargs}
-    model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(model_id, **location)
-    stored = getattr(model_config, "quantization_config", None)
-    if stored is None:
+    given = kwargs.pop("config", None)
+    model_config = (
+        _told(model_id, config, given) if given else read_config(model_id, config, **location)
+    )
+    if getattr(model_config, "quantization_config", None) is None:
         kwargs["quantization_config"] = config
-    else:
-        model_config.quantization_config = _prequantised(model_id, config, stored)
     # Reading ahead fills the device with tensors that wait to be captured.
     with environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"):
         return auto_class(model_config).from_pretrained(model_id, config=model_config, **kwargs)
+
+
+def _told(model_id: str, config: PorosConfig, model_config: Any) -> Any:
+    stored = getattr(model_config, "quantization_config", None)
+    if stored is not None:
+        model_config.quantization_config = _prequantised(model_id, config, stored)
+    return model_config
+
+
+def _refuse_adapter_arguments(name: str, base_model: str | None, is_trainable: bool) -> None:
+    if base_model is None and not is_trainable:
+        return
+    raise ConfigError(
+        "not-an-adapter",
+        f"{name} has no {ADAPTER_CONFIG}, and base_model= and is_trainable= are for adapters",
+        remedies=["leave them out", "check the name of the adapter"],
+        repository=name,
+    )
 
 
 def _prequantised(model_id: str, config: PorosConfig, stored: Any) -> PrequantisedConfig:

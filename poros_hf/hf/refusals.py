@@ -53,10 +53,19 @@ def refuse_adapters(model: Any) -> None:
             remedies=["pass peft_config=LoraConfig(...) to the trainer"],
         )
     for name, config in configs.items():
-        _refuse_adapter(name, config)
+        refuse_adapter(name, config)
 
 
-def _refuse_adapter(name: str, config: Any) -> None:
+def refuse_adapter(name: str, config: Any) -> None:
+    """Refuse one adapter that reads the base weights.
+
+    Args:
+        name: Of the adapter, for the message.
+        config: Its PeftConfig.
+
+    Raises:
+        UnsupportedModelError: The offending settings are named.
+    """
     init = getattr(config, "init_lora_weights", True)
     wishes = []
     if getattr(config, "use_dora", False):

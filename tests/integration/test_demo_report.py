@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from safetensors.torch import save_file
 
-from recipes import demo, make_smollm2, sft_32b, sft_smollm2
+from recipes import demo, make_smollm2, sft_smollm2
 
 
 def write_adapter(folder: Path, **tensors: torch.Tensor) -> Path:
@@ -163,26 +162,3 @@ def test_every_tenth_row_is_held_out() -> None:
     train, held_out = sft_smollm2.load_rows(str(path))
     assert (len(train), len(held_out)) == (148, 16)
     assert not set(train["prompt"]) & set(held_out["prompt"])
-
-
-def test_message_trees_become_their_best_conversations() -> None:
-    def message(name: str, parent: str | None, rank: int | None, lang: str = "en") -> dict:
-        role = "prompter" if len(name) % 2 else "assistant"
-        return {
-            "message_id": name, "parent_id": parent, "role": role, "text": name,
-            "rank": rank, "lang": lang,
-        }  # fmt: skip
-
-    messages = [
-        message("a", None, None),
-        message("ab", "a", 1),
-        message("ac", "a", 0),
-        message("acd", "ac", None),
-        message("e", None, None),  # nobody answered
-        message("g", None, None, lang="de"),
-        message("gh", "g", 0, lang="de"),
-    ]
-    rows = sft_32b.best_conversations(Dataset.from_list(messages), "en")
-    assert rows["messages"] == [
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ac"}]
-    ]

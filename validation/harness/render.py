@@ -1,13 +1,15 @@
 """Fill the generated tables of README and docs: `python -m validation.harness.render [--check]`.
 
 A table stands between `<!-- poros:table NAME -->` and `<!-- /poros:table -->`; NAME is a table of
-validation/claims.toml, or `index`, the list of all claims. The numbers come from claims.json, the
-footer from the artifacts named there. `--check` writes nothing and fails on a difference.
+validation/claims.toml, `index`, the list of all claims, or `config-fields`, the fields of
+PorosConfig. The numbers come from claims.json, the footer from the artifacts named there. `--check`
+writes nothing and fails on a difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from poros_hf.config import PorosConfig
 from validation.harness import aggregate, repository
 
 _BLOCK = re.compile(
@@ -61,6 +64,8 @@ def render_text(text: str, page: Path, source: Source) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match["name"]
+        if name == "config-fields":
+            return f"{match[1]}{chr(10).join(_config_fields())}\n{match[3]}"
         if name not in source.tables:
             raise KeyError(f"{page}: no table {name!r} in validation/claims.toml")
         rows = _index(page, source) if name == "index" else _table(name, page, source)
@@ -96,6 +101,14 @@ def _index(page: Path, source: Source) -> list[str]:
             for number, path in enumerate(value["artifacts"] if value else [], 1)
         )
         rows.append(f"| `{identity}`: {claim.sentence} | {link} | {runs or _NO_VALUE} |")
+    return rows
+
+
+def _config_fields() -> list[str]:
+    rows = ["| field | default | unit | what it is |", "| --- | --- | --- | --- |"]
+    for item in dataclasses.fields(PorosConfig):
+        unit = item.metadata["unit"] or ""
+        rows.append(f"| `{item.name}` | `{item.default!r}` | {unit} | {item.metadata['help']} |")
     return rows
 
 

@@ -1,0 +1,231 @@
+"""Rows come from files, folders and objects, and leave in a form that SFTTrainer takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict
+
+from poros_hf.errors import RowsError
+from poros_hf.hf import rows as rows_module
+from poros_hf.hf.rows import best_conversations, ensure_chat_template, load_rows
+from tests.tiny import byte_tokenizer
+
+ROWS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(3)]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One and one? "},
+    {"role": "assistant", "content": "Two."},
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def refused(source: Any, **kwargs: Any) -> RowsError:
+    with pytest.raises(RowsError) as caught:
+        load_rows(source, **kwargs)
+    return caught.value
+
+
+def tree(name: str, parent: str | None, rank: int | None, lang: str = "en") -> dict[str, Any]:
+    """Return one message; names grow by a letter per level, so their length gives the role."""
+    role = "prompter" if len(name) % 2 else "assistant"
+    return {
+        "message_id": name,
+        "parent_id": parent,
+        "role": role,
+        "text": name,
+        "rank": rank,
+        "lang": lang,
+    }
+
+
+TREES = [
+    tree("a", None, None),
+    tree("ab", "a", 1),
+    tree("ac", "a", 0),
+    tree("acd", "ac", None),
+    tree("e", None, None),  # nobody answered
+    tree("g", None, None, lang="de"),
+    tree("gh", "g", 0, lang="de"),
+]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet"])
+def test_load_rows_reads_a_file_by_its_ending(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows{ending}"
+    data = Dataset.from_list(ROWS)
+    if ending == ".csv":
+        data.to_csv(path, index=False)
+    elif ending == ".parquet":
+        data.to_parquet(path)
+    elif ending == ".jsonl":
+        data.to_json(path)
+    else:
+        path.write_text(json.dumps(ROWS))
+    assert load_rows(str(path)).to_list() == ROWS
+
+
+def test_load_rows_reads_a_folder_that_datasets_saved(tmp_path: Path) -> None:
+    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
+    assert load_rows(tmp_path / "saved").to_list() == ROWS
+
+
+def test_load_rows_reads_a_folder_with_files(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "data" / "train.parquet")
+    assert load_rows(tmp_path / "data").to_list() == ROWS
+
+
+def test_load_rows_takes_a_dataset_as_it_is() -> None:
+    given = Dataset.from_list(ROWS)
+    assert load_rows(given) is given
+
+
+def test_load_rows_takes_an_iterable_dataset() -> None:
+    assert list(load_rows(Dataset.from_list(ROWS).to_iterable_dataset())) == ROWS
+
+
+def test_load_rows_takes_the_split_that_is_named() -> None:
+    parts = DatasetDict({"one": Dataset.from_list(ROWS), "two": Dataset.from_list(ROWS[:1])})
+    assert len(load_rows(parts, split="two")) == 1
+    error = refused(parts)
+    assert (error.slug, error.details["split"]) == ("rows-split", "train")
+
+
+@pytest.mark.parametrize(
+    "columns", [{"text": "a"}, {"messages": CHAT}, {"input_ids": [1, 2]}, {"conversations": CHAT}]
+)
+def test_load_rows_knows_the_columns_of_trl(columns: dict[str, Any]) -> None:
+    assert len(load_rows(Dataset.from_list([{**columns, "more": 1}]))) == 1
+
+
+def test_load_rows_names_the_columns_when_none_are_known() -> None:
+    error = refused(Dataset.from_list([{"instruction": "a", "output": "b"}]))
+    assert error.slug == "rows-columns"
+    assert error.details["columns"] == ["instruction", "output"]
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": 3}, {"prompt": "a", "completion": None}, {"messages": "a"}, {"input_ids": "1"}]
+)
+def test_load_rows_names_the_columns_when_one_is_of_another_kind(row: dict[str, Any]) -> None:
+    error = refused(Dataset.from_list([row]))
+    assert (error.slug, error.details["columns"]) == ("rows-columns", list(row))
+
+
+def test_load_rows_leaves_numbers_and_gaps_of_a_csv_file_text(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,completion\n1,NA\n2,\n")
+    assert load_rows(tmp_path / "rows.csv").to_list() == [
+        {"prompt": "1", "completion": "NA"},
+        {"prompt": "2", "completion": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["no-such.jsonl", "./no/such", "rows.csv", Path("no-such-folder")], ids=str
+)
+def test_load_rows_says_not_found_when_a_path_does_not_exist(name: Any) -> None:
+    error = refused(name)
+    assert (error.slug, error.details["source"]) == ("rows-not-found", str(name))
+
+
+def test_load_rows_says_not_found_when_the_hub_cannot_be_asked() -> None:
+    error = refused("nobody/nothing")
+    assert (error.slug, error.details["source"]) == ("rows-not-found", "nobody/nothing")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
+def test_load_rows_says_empty_when_a_file_has_no_byte(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    assert refused(tmp_path / name).slug == "rows-empty"
+
+
+def test_load_rows_says_empty_when_a_file_has_only_a_header(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,completion\n")
+    assert refused(tmp_path / "rows.csv").slug == "rows-empty"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", '{"prompt": "a", "completion"'),
+        ("rows.parquet", "no parquet"),
+        ("rows.csv", 'a,b\n"1,2\n3,4,5\n6'),
+        ("rows.txt", "text"),
+    ],
+)
+def test_load_rows_says_format_when_a_file_is_not_what_it_is_called(
+    name: str, content: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    error = refused(tmp_path / name)
+    assert (error.slug, error.details["source"]) == ("rows-format", str(tmp_path / name))
+
+
+def test_load_rows_says_format_when_it_is_given_something_else() -> None:
+    assert refused(ROWS).slug == "rows-format"
+
+
+def test_load_rows_turns_message_trees_into_conversations(tmp_path: Path) -> None:
+    path = tmp_path / "trees.jsonl"
+    Dataset.from_list(TREES).to_json(path)
+    assert load_rows(path, language="de")["messages"] == [
+        [{"role": "user", "content": "g"}, {"role": "assistant", "content": "gh"}]
+    ]
+
+
+def test_load_rows_says_empty_when_no_tree_is_of_the_language() -> None:
+    assert refused(Dataset.from_list(TREES), language="fr").slug == "rows-empty"
+
+
+def test_best_conversations_follows_the_best_ranked_replies() -> None:
+    assert best_conversations(TREES, "en")["messages"] == [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ac"}]
+    ]
+
+
+def test_best_conversations_does_not_depend_on_the_order_of_messages() -> None:
+    assert (
+        best_conversations(TREES[::-1], "en").to_list() == best_conversations(TREES, "en").to_list()
+    )
+
+
+def test_ensure_chat_template_gives_one_when_conversations_need_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = byte_tokenizer()
+    assert ensure_chat_template(tokenizer, Dataset.from_list([{"messages": CHAT}]))
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False) == (
+        "<bos>System: Be brief.\n\nUser: One and one?\n\nAssistant: Two.<eos>"
+    )
+    assert [record.name for record in caplog.records] == [rows_module.__name__]
+
+
+def test_ensure_chat_template_ends_with_the_assistant_when_an_answer_is_asked_for() -> None:
+    tokenizer = byte_tokenizer()
+    ensure_chat_template(tokenizer, Dataset.from_list([{"messages": CHAT}]))
+    whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    asked = tokenizer.apply_chat_template(CHAT[:-1], tokenize=False, add_generation_prompt=True)
+    assert whole == asked + " Two.<eos>"
+
+
+def test_ensure_chat_template_keeps_the_one_of_the_tokenizer() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "own"
+    assert not ensure_chat_template(tokenizer, Dataset.from_list([{"messages": CHAT}]))
+    assert tokenizer.chat_template == "own"
+
+
+def test_ensure_chat_template_gives_none_when_rows_are_text() -> None:
+    tokenizer = byte_tokenizer()
+    assert not ensure_chat_template(tokenizer, Dataset.from_list(ROWS))
+    assert tokenizer.chat_template is None
