@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
@@ -14,6 +15,15 @@ from trl import SFTConfig, SFTTrainer
 
 from poros_hf import PorosConfig
 from tests.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: tiny models gain nothing from more, and on a busy machine lose."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

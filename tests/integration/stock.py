@@ -12,24 +12,31 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 IDS = torch.arange(1, 33).view(2, 16)
 
 
-def load_stock(folder: Path, **options: Any) -> Any:
-    """Load a resident 4-bit model, quantised as PorosConfig() does but for `options`."""
+def quantisation(**options: Any) -> BitsAndBytesConfig:
+    """Return the stock config that quantises as PorosConfig() does, but for `options`."""
     config = {
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": "bfloat16",
         **options,
     }
+    return BitsAndBytesConfig(load_in_4bit=True, **config)
+
+
+def load_stock(folder: Path, **options: Any) -> Any:
+    """Load a resident 4-bit model, quantised as PorosConfig() does but for `options`."""
     model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        quantization_config=BitsAndBytesConfig(load_in_4bit=True, **config),
-        dtype="bfloat16",
+        folder, quantization_config=quantisation(**options), dtype="bfloat16"
     )
+    stop_repacking(model)
+    return model
+
+
+def stop_repacking(model: Any) -> None:
+    """Keep evaluation from repacking 4-bit weights for inference, which rounds their scales."""
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
-            # Otherwise one evaluation repacks the weights for inference, and rounds their scales.
             module.support_avx512bf16_for_cpu = False
-    return model
 
 
 def logits(model: Any) -> torch.Tensor:
