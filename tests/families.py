@@ -76,6 +76,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "glm": {"model_type": "glm", "head_dim": 16},
     "glm4": {"model_type": "glm4", "head_dim": 16},
     "gpt_neox": {"model_type": "gpt_neox"},
+    "gpt2": {"model_type": "gpt2"},
     "granite": {
         "model_type": "granite",
         "embedding_multiplier": 2.0,
