@@ -7,6 +7,8 @@ SHELL := bash
 TORCH ?= torch==2.13.0
 VENV := .venv
 OUTPUTS := outputs
+# Threads that wait for work must not spin: on few cores they take the time of those that work.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 ifeq ($(origin PYTHON),command line)
 READY :=

@@ -18,7 +18,7 @@ def release_before_backward() -> None:
 
     @contextmanager
     def no_hold(handle: Any) -> Iterator[Any]:
-        yield handle._parts
+        yield handle._streamer._views[handle._block].wrapped[handle._weight.name]
 
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
         WeightHandle.hold = no_hold
