@@ -106,7 +106,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
 
             session = stream_resident(model, self._config or PorosConfig())
         _check_same_store(session, self._config)
-        session.adopt(state)
+        session.adopt(state, self._stop_watching)
         self._session = session
         _hide_from_ddp(model)
 
@@ -199,9 +199,13 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         """
         if self._loss is not None:
             self._loss.check(wait=True)
-            self._loss.unwatch()
+        self._stop_watching()
         if args.should_save:
             self._config_in_use().save_pretrained(args.output_dir)
+
+    def _stop_watching(self) -> None:
+        if self._loss is not None:
+            self._loss.unwatch()
 
     def _config_in_use(self) -> PorosConfig:
         return self._config or self._require_session().config

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,10 +39,16 @@ class StreamSession:
     streamer: Streamer
     store_fields: tuple[str, ...]
     trainer_state: Any = None
+    _let_go: weakref.WeakMethod[Callable[[], None]] | None = field(default=None, repr=False)
     _has_warned: bool = field(default=False, repr=False)
 
-    def adopt(self, trainer_state: Any) -> None:
+    def adopt(self, trainer_state: Any, let_go: Callable[[], None]) -> None:
         """Note which Trainer's callback looks after the model; a later Trainer takes over.
+
+        Args:
+            trainer_state: State of the Trainer.
+            let_go: Method of the callback, called when a later Trainer takes over, because a run
+                that was interrupted had no end. It is not kept alive from here.
 
         Raises:
             ConfigError: The same Trainer has a PorosStreaming already.
@@ -51,7 +59,10 @@ class StreamSession:
                 "the trainer was given two PorosStreaming callbacks",
                 remedies=["pass one"],
             )
-        self.trainer_state = trainer_state
+        former = self._let_go and self._let_go()
+        if former is not None:
+            former()
+        self.trainer_state, self._let_go = trainer_state, weakref.WeakMethod(let_go)
 
     def note_training_forward(self) -> None:
         """Warn once if nobody looks after the model that is being trained.

@@ -135,9 +135,11 @@ def test_train_keeps_its_adapter_when_a_run_fails(
         with pytest.raises(KeyboardInterrupt):
             trainer.train(ROWS, output_dir=tmp_path, **SHORT)
     model = trainer.model
+    assert len(model._forward_hooks) == 1
     trainer.train(ROWS, output_dir=tmp_path, **SHORT)
     assert trainer.model is model
     assert list(model.peft_config) == ["default"]
+    assert len(model._forward_hooks) == 0
 
 
 def test_train_goes_on_from_the_newest_complete_checkpoint(
