@@ -8,17 +8,19 @@ from typing import Any
 
 import bitsandbytes as bnb
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForImageTextToText
 
 import poros_hf
 from poros_hf import PorosConfig, PorosStreaming
 from poros_hf.errors import UnsupportedModelError
+from poros_hf.hf.convert import stream_resident
 from poros_hf.hf.decoder import find_decoder_layers
 from poros_hf.hf.towers import refuse_tower_adapters
 from poros_hf.linear import StreamedLinear4bit
 from tests.families import MULTIMODAL_FAMILIES, NUM_LAYERS, REFUSED_FAMILIES, TOWERS
-from tests.integration.stock import load_stock
+from tests.integration.stock import load_stock, logits, quantisation, stop_repacking
 from tests.tiny import auto_class, byte_tokenizer, tiny_config, write_tiny_model
 
 
@@ -144,6 +146,19 @@ def test_remedy_for_an_adapter_on_a_tower_works(family: str, multimodal_models: 
     refuse_tower_adapters(peft_model)
     trained = {name for name, p in peft_model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 7 * NUM_LAYERS
+
+
+def test_resident_model_with_a_tower_is_moved_without_its_tower(multimodal_models: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(
+        multimodal_models / "mistral3", quantization_config=quantisation(), dtype="bfloat16"
+    )
+    stop_repacking(model)
+    before = logits(model)
+    stream_resident(model, PorosConfig())
+    assert torch.equal(logits(model), before)
+    streamed = [name for name, m in model.named_modules() if isinstance(m, StreamedLinear4bit)]
+    assert len(streamed) == 7 * NUM_LAYERS
+    assert all(".language_model." in name for name in streamed)
 
 
 def test_adapter_on_the_decoder_alone_is_taken(multimodal_models: Path) -> None:
