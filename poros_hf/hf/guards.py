@@ -135,8 +135,9 @@ class AdapterGuard:
         self._before = {}
         self._not_finite = []
         tokens, loss.trainable_tokens = loss.trainable_tokens, None
-        has_tokens = int(tokens) > 0 if tokens is not None else True
-        if self.is_done or not has_tokens:
+        if self.is_done:
+            return  # without asking the device for anything
+        if tokens is not None and int(tokens) == 0:
             return
         self._not_finite = [
             name

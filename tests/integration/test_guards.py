@@ -109,6 +109,24 @@ def test_step_without_trainable_tokens_is_no_error(
         guard.before_step(loss, 1e-3, may_skip=False)
 
 
+def test_guard_that_is_done_asks_the_device_for_nothing(
+    load_streamed: Callable[..., Any], make_trainer: Callable[..., Any]
+) -> None:
+    from poros_hf.hf.guards import AdapterGuard, LossGuard
+
+    class OnDevice:
+        def __int__(self) -> int:
+            raise AssertionError("the host waits for the device")
+
+    model = make_trainer(load_streamed(), callbacks=[PorosStreaming()]).model
+    loss = LossGuard(find_session(model).streamer.runtime, lambda: 1)
+    guard = AdapterGuard(model)
+    guard.is_done = True
+    loss.trainable_tokens = OnDevice()
+    guard.before_step(loss, 1e-3, may_skip=False)
+    assert loss.trainable_tokens is None
+
+
 def test_step_that_the_scaler_skips_is_no_error(
     load_streamed: Callable[..., Any], make_trainer: Callable[..., Any]
 ) -> None:
