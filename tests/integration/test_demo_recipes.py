@@ -62,11 +62,11 @@ def assert_trained(folder: Path) -> None:
 def test_sft_32b_trains_from_local_paths(
     launcher: list[str], llama: Path, rows: Path, tmp_path: Path
 ) -> None:
-    arguments = ["--model", str(llama), "--dataset", str(rows), "--steps", "3"]
+    arguments = ["--model", str(llama), "--dataset", str(rows), "--max_steps", "3"]
     printed = run(
-        launcher, "sft_32b.py", *arguments, "--block_size", "2", "--output", "out", cwd=tmp_path
+        launcher, "sft_32b.py", *arguments, "--block_size", "2", "--output_dir", "out", cwd=tmp_path
     )
-    assert "streamed through 2 slots of 2 layers" in printed
+    assert "2 blocks of 2, streamed through 2 slots" in printed
     assert_trained(tmp_path / "out")
 
 
