@@ -25,6 +25,17 @@ def peak_host_bytes() -> int:
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
+def memory_bytes() -> dict[str, int]:
+    """Return the peaks of this process so far, and on a GPU what the device has in use."""
+    figures = {"peak_host_bytes": peak_host_bytes()}
+    if torch.cuda.is_available():
+        figures["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        figures["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        figures["device_used_bytes"] = total - free
+    return figures
+
+
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the trainable parameters of a model by name."""
     for name, parameter in sorted(model.named_parameters()):
@@ -108,11 +119,6 @@ class Recorder(TrainerCallback):  # type: ignore[misc] # transformers is not typ
         sample = self.samples[-1]
         sample["step_ms"] = 1e3 * (time.perf_counter() - self._begin) - self._dump_ms
         sample["dump_ms"] = self._dump_ms
-        sample["peak_host_bytes"] = peak_host_bytes()
         if self._moved_bytes is not None:
             sample["h2d_bytes"] = self._moved_bytes() - self._moved_before
-        if torch.cuda.is_available():
-            sample["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-            sample["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
-            free, total = torch.cuda.mem_get_info()
-            sample["device_used_bytes"] = total - free
+        sample |= memory_bytes()

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,11 +61,7 @@ class Bench:
         self._work = work
         self._artifacts = artifacts
         self._end = time.monotonic() + budget_s
-        # In a process of its own: this one must hold no CUDA context beside the runs.
-        done = subprocess.run(
-            [sys.executable, "-c", _DESCRIBE], check=True, stdout=subprocess.PIPE, text=True
-        )
-        self._machine = json.loads(done.stdout.splitlines()[-1])
+        self._machine = describe_machine()
 
     @property
     def left_s(self) -> float:
@@ -142,6 +139,15 @@ class Bench:
         except subprocess.TimeoutExpired:
             return False
         return done.returncode == 0
+
+
+def describe_machine() -> dict[str, Any]:
+    """Describe this machine from a process of its own: a bench must hold no CUDA context."""
+    done = subprocess.run(
+        [sys.executable, "-c", _DESCRIBE], check=True, stdout=subprocess.PIPE, text=True
+    )
+    machine: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return machine
 
 
 def describe_model(path: Path, identity: str) -> Model:

@@ -21,34 +21,22 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 import transformers
 from peft import LoraConfig
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from validation.experiments.parity.recipe import RESULT, Arm, Streaming, read_arm
 from validation.experiments.parity.recorder import Recorder, trainable
 from validation.experiments.parity.rows import load_rows
+from validation.experiments.parity.stock import load_resident
 from validation.harness import repository
 from validation.harness.run import sha256_of, utc_stamp
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 INIT_STD = 0.02
-
-
-def load_resident(path: str, device: torch.device) -> nn.Module:
-    """Load the checkpoint with stock transformers."""
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, device_map={"": device}
-    )
-    for module in model.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            # On CPUs with AVX512-BF16 one forward without grad would repack the weight.
-            module.support_avx512bf16_for_cpu = False
-    return model
 
 
 def load_streamed(path: str, streaming: Streaming) -> tuple[nn.Module, TrainerCallback]:

@@ -1,0 +1,1 @@
+"""recipes/sft_32b.py end to end, and the same training resident: see protocols/recipe-32b.md."""
