@@ -74,6 +74,55 @@ def test_evaluate_says_why_there_is_no_value(artifacts, claim, reason):
     assert reason in outcome.reason
 
 
+RATIO = replace(CLAIM, arm="toy-a", over="toy-b")
+
+
+def with_divisor(artifacts, *values, arm="toy-b"):
+    record = make_record(arm=arm, values=values)
+    return [*artifacts, (run.write(record, artifacts[0][0].parents[2]), record)]
+
+
+def test_evaluate_divides_by_the_arm_that_over_names(artifacts):
+    value = aggregate.evaluate(RATIO, with_divisor(artifacts, 7.0, 7.0)).value
+    assert value["value"] == 0.5
+    assert value["spread"] == [2.0 / 7.0, 5.0 / 7.0]
+    assert (value["repeats"], value["arm"]) == (1, "toy-a / toy-b")
+    assert len(value["artifacts"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "arm", "reason"),
+    [
+        ((7.0,), "toy-c", "toy-b: no publishable artifact"),
+        ((0.0,), "toy-b", "toy-b is 0"),
+    ],
+    ids=["missing", "zero"],
+)
+def test_evaluate_says_why_there_is_no_ratio(artifacts, values, arm, reason):
+    outcome = aggregate.evaluate(RATIO, with_divisor(artifacts, *values, arm=arm))
+    assert outcome.value is None
+    assert reason in outcome.reason
+
+
+def test_evaluate_scales_to_the_unit_of_the_claim(artifacts):
+    value = aggregate.evaluate(replace(CLAIM, scale=1000.0), artifacts).value
+    assert value["value"] == 0.0035
+    assert value["spread"] == [0.002, 0.005]
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--strict"], 1)])
+def test_a_missed_goal_is_shown_and_kept_and_fails_only_when_strict(
+    artifacts, arguments, status, monkeypatch, tmp_path, capsys
+):
+    missed = replace(CLAIM, goal="at_most", target=3.0)
+    monkeypatch.setattr(aggregate, "load_claims", lambda: [missed])
+    monkeypatch.setattr(aggregate, "sort_out", lambda found: (artifacts, []))
+    monkeypatch.setattr(aggregate, "CLAIMS_JSON", tmp_path / "claims.json")
+    assert aggregate.main(arguments) == status
+    assert "MISSED: step-ms = 3.5 (at most 3; 2 runs)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "claims.json").read_text())["step-ms"]["value"] == 3.5
+
+
 def test_sort_out_keeps_publishable_artifacts_only(artifacts):
     kept, notes = aggregate.sort_out(artifacts)
     assert kept == []
@@ -152,7 +201,7 @@ def test_render_fills_a_block_with_value_and_footer(site):
     fill_claims(site)
     page = site / "docs" / "page.md"
     text = render.render_text(page.read_text(), page, render.load_source(site))
-    assert "| Step time | 2 ms | 2 to 2 | 1 | toy-a |" in text
+    assert "| Step time | 2 ms | equal 0: MISSED | 2 to 2 | 1 | toy-a |" in text
     assert "Test GPU; 20300101; runs: [1](../validation/artifacts/speed/test-gpu/" in text
     assert text.startswith("# Page\n")
     assert text.endswith("\n\nEnd.\n")

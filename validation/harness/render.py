@@ -75,20 +75,29 @@ def render_text(text: str, page: Path, source: Source) -> str:
 
 
 def _table(name: str, page: Path, source: Source) -> list[str]:
-    rows = ["| claim | value | spread | runs | arms |", "| --- | --- | --- | --- | --- |"]
+    rows = ["| claim | value | goal | spread | runs | arms |", "|" + " --- |" * 6]
     paths: list[str] = []
     for identity in source.tables[name]:
         claim, value = source.claims[identity], source.values.get(identity)
         if value is None:
-            rows.append(f"| {claim.sentence} | {_NO_VALUE} | | | |")
+            rows.append(f"| {claim.sentence} | {_NO_VALUE} | {_goal(claim)} | | | |")
             continue
         low, high = value["spread"]
         rows.append(
-            f"| {claim.sentence} | {value['value']:.4g} {value['unit']} | {low:.4g} to {high:.4g} "
+            f"| {claim.sentence} | {value['value']:.4g} {value['unit']} "
+            f"| {_goal(claim, value['value'])} | {low:.4g} to {high:.4g} "
             f"| {value['repeats']} | {value['arm']} |"
         )
         paths += [path for path in value["artifacts"] if path not in paths]
     return [*rows, *_footer(paths, page, source)]
+
+
+def _goal(claim: aggregate.Claim, value: float | None = None) -> str:
+    """Say what was to be reached, and where there is a value whether it was."""
+    goal = f"{claim.goal.replace('_', ' ')} {claim.target:g}"
+    if value is None:
+        return goal
+    return f"{goal}: {'reached' if aggregate.is_reached(claim, value) else 'MISSED'}"
 
 
 def _index(page: Path, source: Source) -> list[str]:
