@@ -45,6 +45,20 @@ class PorosError(Exception):
         self.details["source"] = source
         return self
 
+    def beside(self, others: Sequence[PorosError], limit: int = 5) -> Self:
+        """Add what further errors of one check say, and return the error to be raised.
+
+        Args:
+            others: Those found beside this one.
+            limit: How many are told at most, this one included; the rest is counted.
+        """
+        shown = [str(other).splitlines()[0] for other in others[: limit - 1]]
+        if len(others) >= limit:
+            shown.append(f"and {len(others) - limit + 1} more")
+        if shown:
+            self.args = ("\n".join([str(self), "Beside it:", *shown]),)
+        return self
+
     def __reduce__(self) -> tuple[object, ...]:
         # The text is complete; pickle must not ask `__init__` to compose it from its parts.
         return _restore, (type(self), str(self), vars(self))

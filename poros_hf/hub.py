@@ -7,6 +7,7 @@ huggingface_hub is imported when a repository is asked for, not before.
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,6 +114,53 @@ class Repository:
         except _hub_errors() as error:
             raise _translate(error, self, file) from error
         return Path(path)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRepository:
+    """A repository in a cache of huggingface_hub, told by the path of one of its files.
+
+    Attributes:
+        name: `owner/name`.
+        snapshot: The folder that holds the files of one commit and is named after it.
+    """
+
+    name: str
+    snapshot: Path
+
+    def download_command(self, path: Path) -> str:
+        """Return the shell command that replaces a file of the snapshot by a new download."""
+        from huggingface_hub import constants
+
+        file = path.absolute().relative_to(self.snapshot).as_posix()
+        words = ["hf", "download", self.name, file, "--force-download"]
+        words += ["--revision", self.snapshot.name]
+        cache = self.snapshot.parents[2]
+        if cache != Path(constants.HF_HUB_CACHE).absolute():
+            words += ["--cache-dir", str(cache)]
+        return shlex.join(words)
+
+
+def cached_repository(path: Path) -> CachedRepository | None:
+    """Return the repository that a file was downloaded from, or None outside a cache.
+
+    Links are not followed: a cache holds the files of a snapshot as links to their content.
+    """
+    for folder in path.absolute().parents:
+        kind, _, name = folder.parent.parent.name.partition("--")
+        if folder.parent.name == "snapshots" and kind == "models" and name:
+            return CachedRepository(name.replace("--", "/"), folder)
+    return None
+
+
+def download_again(path: Path) -> str:
+    """Say how to replace a damaged or missing file, with the command where it is known."""
+    cached = cached_repository(path)
+    if cached is not None:
+        return f"download this file again: `{cached.download_command(path)}`"
+    folder = str(path.parent.absolute())
+    words = ["hf", "download", "OWNER/NAME", path.name, "--force-download", "--local-dir", folder]
+    return f"download or copy this file again (from the Hub: `{shlex.join(words)}`)"
 
 
 def looks_like_path(name: str) -> bool:

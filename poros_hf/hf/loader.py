@@ -16,6 +16,7 @@ from poros_hf.hf.adapter_file import ADAPTER_CONFIG
 from poros_hf.hf.adapter_repo import AdapterRepository, is_adapter, rebuild
 from poros_hf.hf.decoder import auto_class
 from poros_hf.hf.quantizer import PrequantisedConfig
+from poros_hf.hf.weight_files import check_local_files
 from poros_hf.hub import Repository
 
 # What AutoConfig needs to find the same checkpoint that AutoModel will load.
@@ -29,6 +30,8 @@ _LOCATION_KEYS = (
     "trust_remote_code",
 )
 _REPOSITORY_KEYS = ("cache_dir", "local_files_only", "revision", "token")
+# With these, transformers takes other weights than the usual files of the source.
+_OTHER_WEIGHTS = {"gguf_file", "state_dict"}
 
 
 def from_pretrained(
@@ -68,9 +71,7 @@ def from_pretrained(
             is not here.
         PorosError: See docs/errors.md; raised before weights are read wherever possible.
     """
-    source = Repository(
-        name=str(model_id), **{key: kwargs[key] for key in _REPOSITORY_KEYS if key in kwargs}
-    )
+    source = _repository(str(model_id), kwargs)
     if "subfolder" in kwargs or not is_adapter(source):
         _refuse_adapter_arguments(source.name, base_model, is_trainable)
         return _load_base(source.name, config or PorosConfig(), **kwargs)
@@ -101,11 +102,20 @@ def _load_base(model_id: str, config: PorosConfig, **kwargs: Any) -> Any:
     model_config = (
         _told(model_id, config, given) if given else read_config(model_id, config, **location)
     )
+    if not kwargs.keys() & _OTHER_WEIGHTS:
+        place = {key: kwargs[key] for key in ("subfolder", "variant") if kwargs.get(key)}
+        check_local_files(_repository(model_id, kwargs), model_config, **place)
     if getattr(model_config, "quantization_config", None) is None:
         kwargs["quantization_config"] = config
     # Reading ahead fills the device with tensors that wait to be captured.
     with environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"):
         return auto_class(model_config).from_pretrained(model_id, config=model_config, **kwargs)
+
+
+def _repository(name: str, kwargs: dict[str, Any]) -> Repository:
+    return Repository(
+        name=name, **{key: kwargs[key] for key in _REPOSITORY_KEYS if kwargs.get(key) is not None}
+    )
 
 
 def _told(model_id: str, config: PorosConfig, model_config: Any) -> Any:

@@ -20,6 +20,7 @@ from poros_hf.errors import UnsupportedModelError
 from poros_hf.hf.compat import check_versions
 from poros_hf.hf.session import QUANTISED_BEFORE, QUANTISED_HERE, attach
 from poros_hf.runtime import runtime_for
+from poros_hf.shard_index import check_files
 from poros_hf.units import format_bytes
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ class PorosHfQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc] # transformers
         from poros_hf.hf.capture import ModelCapture
         from poros_hf.nf4 import WeightFormat
 
+        # Both doors pass here, with all files on this machine and none of them open.
+        check_files(kwargs.get("checkpoint_files") or [], is_quantised=self.pre_quantized)
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
         weight_format = WeightFormat(
             is_nested=self.quantization_config.bnb_4bit_use_double_quant,

@@ -19,6 +19,7 @@ from poros_hf.hf.adapter_repo import is_adapter
 from poros_hf.hf.callback import PorosStreaming
 from poros_hf.hf.checkpoints import check_resumable, pick_checkpoint
 from poros_hf.hf.loader import from_pretrained, read_config
+from poros_hf.hf.weight_files import check_local_files
 from poros_hf.hub import Repository
 
 
@@ -97,8 +98,9 @@ class PorosTrainer:
             "token": token,
             "trust_remote_code": trust_remote_code,
         }
-        _refuse_adapter_as_base(Repository(name=name, revision=revision, token=token))
-        read_config(name, config, **location)
+        source = Repository(name=name, revision=revision, token=token)
+        _refuse_adapter_as_base(source)
+        check_local_files(source, read_config(name, config, **location))
         lora = LoraConfig(
             r=lora_rank,
             lora_alpha=lora_alpha,

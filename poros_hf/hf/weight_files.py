@@ -1,0 +1,57 @@
+"""The files of a checkpoint that are on this machine, checked before transformers looks at them.
+
+What transformers has chosen and fetched is checked by the quantizer, whatever door it came in by.
+Here a folder, or a cache that nothing is added to, is checked before that: transformers itself
+stops at a damaged index or at weights that it cannot choose among, with words of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from poros_hf.hub import Repository
+from poros_hf.shard_index import check_folder
+
+
+def check_local_files(
+    source: Repository,
+    model_config: Any,
+    *,
+    subfolder: str = "",
+    variant: str | None = None,
+) -> None:
+    """Check the weight files of a model, if they are on this machine and stay as they are.
+
+    Args:
+        source: Folder, or repository on the Hub.
+        model_config: Its config.
+        subfolder: Of the source.
+        variant: As for transformers.
+
+    Raises:
+        CheckpointError: A file is missing, damaged or pickled, or index and shards disagree.
+    """
+    folder = _local_folder(source, subfolder)
+    if folder is not None:
+        check_folder(
+            folder,
+            is_quantised=getattr(model_config, "quantization_config", None) is not None,
+            weights_name=getattr(model_config, "transformers_weights", None),
+            variant=variant,
+        )
+
+
+def _local_folder(source: Repository, subfolder: str) -> Path | None:
+    if source.is_folder:
+        return Path(source.name) / subfolder
+    if not (source.local_files_only or _is_offline()):
+        return None  # what is missing or outdated will be downloaded
+    config_file = source.find(f"{subfolder}/config.json" if subfolder else "config.json")
+    return config_file.parent if config_file else None
+
+
+def _is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
