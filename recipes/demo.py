@@ -134,12 +134,14 @@ def main() -> int:
     )
     parser.add_argument("--model", type=Path, default=MODEL, help="made first if it is missing")
     parser.add_argument("--output", type=Path, default=Path("outputs/demo"))
-    args, more = parser.parse_known_args()  # the rest goes to both runs, for example --steps 8
+    args, more = parser.parse_known_args()  # the rest goes to both runs, for example --max_steps 8
     folders = {side: args.output / side for side in ("streamed", "resident")}
     run("Model: SmolLM2-135M-Instruct", "make_smollm2.py", str(args.model))
     for side, flags in (("streamed", []), ("resident", ["--resident"])):
         same = ["--model", str(args.model), "--deterministic", *more]
-        run(f"Training, {side}", "sft_smollm2.py", "--output", str(folders[side]), *same, *flags)
+        run(
+            f"Training, {side}", "sft_smollm2.py", "--output_dir", str(folders[side]), *same, *flags
+        )
     streamed, resident = (
         json.loads((folder / "run.json").read_text()) for folder in folders.values()
     )

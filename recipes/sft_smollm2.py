@@ -2,11 +2,12 @@
 
     python recipes/make_smollm2.py models/smollm2-135m-instruct
     python recipes/sft_smollm2.py
-    accelerate launch recipes/sft_smollm2.py --steps 100
+    accelerate launch recipes/sft_smollm2.py --max_steps 100
 
 Only two things differ from an ordinary QLoRA script: the quantization config is a `PorosConfig`,
 and `PorosStreaming` is among the callbacks. `--resident` runs the ordinary script itself, on stock
-bitsandbytes, and never imports this package; it is what `make demo` compares with.
+bitsandbytes, and never imports this package; it is what `make demo` compares with. Every field of
+SFTConfig, LoraConfig and PorosConfig is an argument; the defaults are in sft_smollm2.yaml.
 """
 
 from __future__ import annotations
@@ -18,69 +19,55 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from arguments import Job, parse
 from datasets import Dataset, load_dataset
-from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
     set_seed,
 )
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Arguments:
-    """What this script can be told."""
+    """What this script can be told beyond SFTConfig, LoraConfig and PorosConfig."""
 
     model: str = field(
-        default="models/smollm2-135m-instruct",
-        metadata={"help": "checkpoint folder; recipes/make_smollm2.py writes the default one"},
+        metadata={"help": "checkpoint folder; recipes/make_smollm2.py writes the default one"}
     )
     dataset: str = field(
         default=str(Path(__file__).parent / "data" / "humaneval_sft.jsonl"),
         metadata={"help": "JSON lines with 'prompt' and 'completion'; every 10th row is held out"},
-    )
-    output: str = field(
-        default="outputs/smollm2", metadata={"help": "folder for the adapter and run.json"}
     )
     prompt: str = field(
         default='def is_even(n: int) -> bool:\n    """Return True if n is even.\n'
         '    >>> is_even(4)\n    True\n    """',
         metadata={"help": "answered greedily before and after training; empty: no answers"},
     )
-    steps: int = field(default=32, metadata={"help": "optimizer steps"})
-    batch_size: int = field(default=2, metadata={"help": "rows per step and device"})
-    max_length: int = field(default=384, metadata={"help": "tokens per row, longer rows are cut"})
-    learning_rate: float = field(default=1e-3, metadata={"help": "peak of the cosine schedule"})
-    lora_rank: int = field(default=16, metadata={"help": "rank of the adapters"})
-    block_size: int = field(default=1, metadata={"help": "decoder layers fetched at a time"})
-    num_slots: int = field(default=2, metadata={"help": "blocks that the device holds at a time"})
-    seed: int = field(default=0, metadata={"help": "seed of adapters and row order"})
     deterministic: bool = field(
         default=False, metadata={"help": "use deterministic kernels only: equal runs, equal bits"}
     )
     resident: bool = field(
-        default=False, metadata={"help": "keep the whole base on the device, without poros_hf"}
+        default=False,
+        metadata={"help": "keep the whole base on the device, without poros_hf; takes no value"},
     )
 
 
-def load_streamed(arguments: Arguments) -> tuple[PreTrainedModel, list[TrainerCallback]]:
+def load_streamed(job: Job) -> tuple[PreTrainedModel, list[TrainerCallback]]:
     """Load the base for streaming. This is all that poros_hf adds to the script."""
-    from poros_hf import PorosConfig, PorosStreaming
+    from poros_hf import PorosStreaming
 
-    config = PorosConfig(block_size=arguments.block_size, num_slots=arguments.num_slots)
     model = AutoModelForCausalLM.from_pretrained(
-        arguments.model, quantization_config=config, dtype="bfloat16"
+        job.own.model, quantization_config=job.streaming, dtype="bfloat16"
     )
     return model, [PorosStreaming()]
 
 
-def load_resident(arguments: Arguments) -> tuple[PreTrainedModel, list[TrainerCallback]]:
+def load_resident(job: Job) -> tuple[PreTrainedModel, list[TrainerCallback]]:
     """Load the same base the ordinary way: stock bitsandbytes, all of it on the device."""
     from bitsandbytes.nn import Linear4bit
     from transformers import BitsAndBytesConfig
@@ -92,7 +79,7 @@ def load_resident(arguments: Arguments) -> tuple[PreTrainedModel, list[TrainerCa
         bnb_4bit_compute_dtype="bfloat16",
     )
     model = AutoModelForCausalLM.from_pretrained(
-        arguments.model, quantization_config=config, dtype="bfloat16"
+        job.own.model, quantization_config=config, dtype="bfloat16"
     )
     for module in model.modules():
         if isinstance(module, Linear4bit):
@@ -115,25 +102,6 @@ def load_rows(path: str) -> tuple[Dataset, Dataset]:
     return rows.select(sorted(set(range(len(rows))) - set(held_out))), rows.select(held_out)
 
 
-def training_config(arguments: Arguments) -> SFTConfig:
-    """Translate the arguments to TRL's own; nothing here is special to streaming."""
-    return SFTConfig(
-        output_dir=arguments.output,
-        max_steps=arguments.steps,
-        per_device_train_batch_size=arguments.batch_size,
-        per_device_eval_batch_size=arguments.batch_size,
-        max_length=arguments.max_length,
-        learning_rate=arguments.learning_rate,
-        lr_scheduler_type="cosine",
-        logging_steps=8,
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
-        seed=arguments.seed,
-        save_strategy="no",
-        report_to="none",
-    )
-
-
 def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
     """Continue `prompt` greedily by at most 48 tokens."""
     if not prompt:
@@ -147,38 +115,32 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
     return text
 
 
-def train(arguments: Arguments) -> dict[str, Any]:
+def train(job: Job) -> dict[str, Any]:
     """Run the job; returns what run.json holds."""
-    if arguments.deterministic:
+    own, training = job.own, job.training
+    if own.deterministic:
         torch.use_deterministic_algorithms(True)
-    config = training_config(arguments)
-    train_rows, held_out_rows = load_rows(arguments.dataset)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    load = load_resident if arguments.resident else load_streamed
-    model, callbacks = load(arguments)
-    set_seed(arguments.seed)  # the adapters are drawn before the Trainer sets its own seed
+    train_rows, held_out_rows = load_rows(own.dataset)
+    tokenizer = AutoTokenizer.from_pretrained(own.model)
+    model, callbacks = load_resident(job) if own.resident else load_streamed(job)
+    set_seed(training.seed)  # the adapters are drawn before the Trainer sets its own seed
     trainer = SFTTrainer(
         model,
-        args=config,
+        args=training,
         train_dataset=train_rows,
         eval_dataset=held_out_rows,
         processing_class=tokenizer,
-        peft_config=LoraConfig(
-            r=arguments.lora_rank,
-            lora_alpha=2 * arguments.lora_rank,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        ),
+        peft_config=job.lora,
         callbacks=callbacks,
     )
-    result: dict[str, Any] = {"arguments": asdict(arguments)}
+    result: dict[str, Any] = {"arguments": asdict(own)}
     result["loss_before"] = trainer.evaluate()["eval_loss"]
-    result["answer_before"] = answer(trainer.model, tokenizer, arguments.prompt)
-    trainer.train()
+    result["answer_before"] = answer(trainer.model, tokenizer, own.prompt)
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     if callbacks:
         result["streaming"] = asdict(callbacks[0].report)
     result["loss_after"] = trainer.evaluate()["eval_loss"]
-    result["answer_after"] = answer(trainer.model, tokenizer, arguments.prompt)
+    result["answer_after"] = answer(trainer.model, tokenizer, own.prompt)
     trainer.save_model()
     if torch.cuda.is_available():
         result["device_peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -186,29 +148,42 @@ def train(arguments: Arguments) -> dict[str, Any]:
     return result
 
 
-def describe(arguments: Arguments) -> str:
+def describe(job: Job) -> str:
     """Say what `train` is going to do."""
+    own, training = job.own, job.training
     place = (
         "kept whole on the device"
-        if arguments.resident
-        else f"streamed through {arguments.num_slots} slots of {arguments.block_size} layer(s)"
+        if own.resident
+        else f"streamed: block_size {job.streaming.block_size}, num_slots {job.streaming.num_slots}"
     )
-    device = "GPU" if torch.cuda.is_available() else "CPU"
     return (
-        f"Fine-tuning {arguments.model} on the {device}, its NF4 base {place}.\n"
-        f"  rows     {arguments.dataset}, every 10th held out\n"
-        f"  training {arguments.steps} steps of {arguments.batch_size} rows,"
-        f" LoRA of rank {arguments.lora_rank} on all linear layers\n"
-        f"  output   {arguments.output}"
+        f"Fine-tuning {own.model} on {training.device.type}, its NF4 base {place}.\n"
+        f"  rows     {own.dataset}, every 10th held out\n"
+        f"  training {training.max_steps} steps of {training.train_batch_size} rows,"
+        f" LoRA of rank {job.lora.r} on {job.lora.target_modules}\n"
+        f"  output   {training.output_dir}"
     )
 
 
-def main() -> None:
-    (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
-    print(describe(arguments), flush=True)
-    result = train(arguments)
-    if PartialState().is_main_process:
-        path = Path(arguments.output) / "run.json"
+def read_job(argv: list[str] | None = None) -> Job:
+    """Read the command line; PorosConfig is imported only where the base is to be streamed."""
+    streaming: type | None = None
+    if "--resident" not in (sys.argv if argv is None else argv):
+        from poros_hf import PorosConfig
+
+        streaming = PorosConfig
+    job = parse(Arguments, streaming, Path(__file__).with_suffix(".yaml"), argv)
+    if job.own.resident and streaming is not None:
+        sys.exit("--resident stands on the command line, without a value")
+    return job
+
+
+def main(argv: list[str] | None = None) -> None:
+    job = read_job(argv)
+    print(describe(job), flush=True)
+    result = train(job)
+    if job.training.process_index == 0:
+        path = Path(job.training.output_dir) / "run.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
         print(f"wrote {path}")
 

@@ -113,7 +113,7 @@ def evaluate(claim: Claim, artifacts: Sequence[Artifact], root: Path = repositor
         if not is_reached(claim, control.value["value"]):
             return Outcome(None, f"control {claim.control} is {control.value['value']:g}")
     if claim.over is not None:
-        return _evaluate_ratio(claim, artifacts, root)
+        return _evaluate_ratio(claim, claim.over, artifacts, root)
     chosen = [
         (path, record)
         for path, record in artifacts
@@ -127,17 +127,19 @@ def evaluate(claim: Claim, artifacts: Sequence[Artifact], root: Path = repositor
     return _evaluate_chosen(claim, chosen)
 
 
-def _evaluate_ratio(claim: Claim, artifacts: Sequence[Artifact], root: Path) -> Outcome:
+def _evaluate_ratio(
+    claim: Claim, divisor: str, artifacts: Sequence[Artifact], root: Path
+) -> Outcome:
     """Divide the value of one arm by that of another; the spread is the widest there can be."""
     parts = []
-    for arm in (claim.arm, claim.over):
+    for arm in (claim.arm, divisor):
         part = evaluate(replace(claim, arm=arm, over=None, control=None), artifacts, root)
         if part.value is None:
             return Outcome(None, f"{arm}: {part.reason}")
         parts.append(part.value)
     upper, lower = parts
     if lower["spread"][0] <= 0:
-        return Outcome(None, f"{claim.over} is {lower['spread'][0]:g}, which nothing is divided by")
+        return Outcome(None, f"{divisor} is {lower['spread'][0]:g}, which nothing is divided by")
     return Outcome(
         {
             "value": upper["value"] / lower["value"],
