@@ -1,0 +1,220 @@
+"""The watch of recipe-32b keeps what the protocol says, and every arm leaves an artifact."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("bitsandbytes")
+import transformers.trainer
+from trl import SFTConfig
+
+from tests.tiny import write_tiny_model
+from tests.unit.validation_records import MACHINE
+from validation.experiments.parity.recipe import Model
+from validation.experiments.recipe_32b import run as driver
+from validation.experiments.recipe_32b import side
+from validation.experiments.recipe_32b.watch import StepWatch
+from validation.harness import schema
+
+FAR = time.time() + 1e6
+
+
+def watched_steps(watch: StepWatch, count: int) -> int:
+    """Send the events of `count` steps; return how many were made before the watch said stop."""
+    state = SimpleNamespace(global_step=0, log_history=[])
+    for step in range(count):
+        control = SimpleNamespace(should_training_stop=False)
+        watch.on_step_begin(None, state, control)
+        state.global_step += 1
+        watch.on_step_end(None, state, control)
+        entry = {"loss": 1.5, "grad_norm": 2.0, "num_tokens": 512.0 * (step + 1)}
+        state.log_history.append({**entry, "poros/stall_ms": 0.25})
+        if control.should_training_stop:
+            break
+    watch.on_train_end(None, state, None)
+    return state.global_step
+
+
+def test_watch_times_steps_after_the_warm_up_and_not_the_last() -> None:
+    watch = StepWatch(num_warmup=1, num_steps=3, stop_at=FAR)
+    watched_steps(watch, 3)
+    kinds = [
+        [name for name in ("warmup_step_ms", "step_ms") if name in sample]
+        for sample in watch.samples
+    ]
+    assert kinds == [["warmup_step_ms"], ["step_ms"], []]
+
+
+def test_watch_takes_loss_tokens_and_stall_of_every_step() -> None:
+    watch = StepWatch(num_warmup=0, num_steps=3, stop_at=FAR)
+    watched_steps(watch, 3)
+    assert [sample["tokens"] for sample in watch.samples] == [512.0] * 3
+    assert {(sample["loss"], sample["stall_ms"]) for sample in watch.samples} == {(1.5, 0.25)}
+    assert all(sample["peak_host_bytes"] > 0 for sample in watch.samples)
+
+
+def test_watch_stops_after_its_steps() -> None:
+    assert watched_steps(StepWatch(num_warmup=0, num_steps=2, stop_at=FAR), 5) == 2
+
+
+def test_watch_stops_when_the_time_is_over() -> None:
+    assert watched_steps(StepWatch(num_warmup=0, num_steps=5, stop_at=0.0), 5) == 1
+
+
+@pytest.fixture
+def no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give Trainer's list of callbacks and the module path back as they were."""
+    monkeypatch.setattr(
+        transformers.trainer, "DEFAULT_CALLBACKS", list(transformers.trainer.DEFAULT_CALLBACKS)
+    )
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setattr("sys.argv", ["side"])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+@pytest.fixture
+def arguments(llama: Path, tmp_path: Path) -> list[str]:
+    rows = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"input_ids": list(range(first, first + 16))}) for first in range(4)]
+    rows.write_text("\n".join(lines))
+    return [
+        *("--model", str(llama), "--dataset", str(rows), "--output_dir", str(tmp_path / "out")),
+        *("--gradient_accumulation_steps", "1", "--max_steps", "3", "--logging_steps", "1"),
+    ]
+
+
+def test_streamed_side_runs_the_recipe_on_rows_of_tokens(
+    arguments: list[str], no_watch: None
+) -> None:
+    result = side.run_side("streamed", StepWatch(1, 3, FAR), arguments)
+    assert (result["status"], len(result["samples"])) == ("ok", 3)
+    assert all(sample["tokens"] == 16 and sample["h2d_bytes"] > 0 for sample in result["samples"])
+    assert result["resolved"]["lora"]["r"] == 16
+    assert result["resolved"]["plan"]["num_slots"] == 2
+    assert result["imports_poros_hf"]
+
+
+def test_resident_side_trains_with_the_same_settings(arguments: list[str], no_watch: None) -> None:
+    streamed = side.run_side("streamed", StepWatch(1, 3, FAR), arguments)
+    transformers.trainer.DEFAULT_CALLBACKS.pop()
+    resident = side.run_side("resident", StepWatch(1, 2, FAR), arguments)
+    assert [streamed["error"], resident["error"]] == [None, None]
+    assert [len(streamed["samples"]), len(resident["samples"])] == [3, 2]
+    assert resident["resolved"]["lora"] == streamed["resolved"]["lora"]
+    assert resident["resolved"]["trainer"] == streamed["resolved"]["trainer"]
+
+
+def test_side_keeps_a_run_that_failed(no_watch: None) -> None:
+    result = side.run_side("streamed", StepWatch(1, 3, FAR), ["--no_such_thing", "1"])
+    assert result["status"] == "error"
+    assert "SystemExit" in result["error"]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> driver.Bench:
+    return driver.Bench(
+        shape="toy",
+        seq_len=32,
+        num_steps={"streamed": 4, "resident": 2},
+        fewest_steps={"streamed": 3, "resident": 2},
+        work=tmp_path,
+        machine=MACHINE,
+        model=Model(path="model", id="toy", sha256="0"),
+        rows=tmp_path / "rows.jsonl",
+        data={"id": "rows", "sha256": "0"},
+        end=FAR,
+    )
+
+
+def leave_result(bench: driver.Bench, name: str, steps: int, **values: Any) -> None:
+    sample = {"step_ms": 1.0, "h2d_bytes": 5 if name == "streamed" else 0}
+    result = {
+        "status": "ok",
+        "error": None,
+        "samples": [{"step": step, **sample} for step in range(1, steps + 1)],
+        "resolved": {"plan": {"num_slots": 2}, "trainer": {}},
+        "under_accelerate": True,
+        "imports_poros_hf": name == "streamed",
+    }
+    (bench.work / f"{name}.json").write_text(json.dumps({**result, **values}))
+
+
+def run_arm(
+    bench: driver.Bench, name: Any, monkeypatch: pytest.MonkeyPatch, status: int = 0
+) -> schema.Record:
+    stub = SimpleNamespace(
+        run=lambda *_, **__: SimpleNamespace(returncode=status),
+        TimeoutExpired=subprocess.TimeoutExpired,
+    )
+    monkeypatch.setattr(driver, "subprocess", stub)
+    return bench.run_arm(name, bench.work / "artifacts")
+
+
+@pytest.mark.parametrize(("name", "steps"), [("streamed", 4), ("resident", 2)])
+def test_arm_that_is_complete_passes_every_check(
+    name: str, steps: int, bench: driver.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_result(bench, name, steps)
+    record = run_arm(bench, name, monkeypatch)
+    assert record["status"] == "ok"
+    assert all(record["checks"].values())
+    assert str(bench.work) not in json.dumps(record["command"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "values", "failed"),
+    [
+        (3, {}, {"all_steps"}),
+        (2, {}, {"all_steps", "enough_steps"}),
+        (4, {"imports_poros_hf": False}, {"as_named"}),
+        (4, {"under_accelerate": False}, {"under_accelerate"}),
+    ],
+    ids=["early", "too early", "not streamed", "not launched"],
+)
+def test_each_missing_condition_fails_its_check(
+    steps: int,
+    values: dict[str, Any],
+    failed: set[str],
+    bench: driver.Bench,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leave_result(bench, "streamed", steps, **values)
+    checks = run_arm(bench, "streamed", monkeypatch)["checks"]
+    assert {name for name, passed in checks.items() if not passed} == failed
+
+
+def test_arm_that_left_nothing_is_kept_as_an_error(
+    bench: driver.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = run_arm(bench, "streamed", monkeypatch, status=-9)
+    assert record["status"] == "error"
+    assert "-9" in record["error"]
+
+
+def test_defaults_of_the_driver_are_those_of_the_protocol() -> None:
+    text = (side.repository.ROOT / "validation" / "protocols" / "recipe-32b.md").read_text()
+    options = driver.parse([])
+    assert f"| `recipes/sft_32b.py` run as a script, {options.num_steps} steps |" in text
+    assert f"ends after {options.num_resident_steps} steps" in text
+    assert f"The first {driver.NUM_WARMUP} steps" in text
+    fewest = driver.FEWEST_STEPS
+    assert f"at least {fewest['streamed']} steps (resident: {fewest['resident']})" in text
+
+
+def test_settings_of_the_driver_are_arguments_of_the_recipe(bench: driver.Bench) -> None:
+    words = bench._command("streamed", FAR)
+    names = [word[2:] for word in words[words.index("--") + 1 :] if word.startswith("--")]
+    known = set(SFTConfig.__dataclass_fields__) | {"model", "dataset"}
+    assert set(names) <= known
