@@ -71,6 +71,11 @@ class PorosConfig:
         "pinned demands page-locked host memory; auto goes on with pageable memory, and says so.",
     )
 
+    def __new__(cls, *args: Any, **given: Any) -> PorosConfig:
+        """Name the nearest field where a keyword is unknown, which a plain TypeError does not."""
+        refuse_unknown(given, [item.name for item in fields(cls)])
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Check ranges and refuse by name what this version does not have."""
         self._check_quantization()

@@ -269,6 +269,13 @@ def _hide_from_ddp(model: nn.Module) -> None:
 def _log_plan(session: StreamSession) -> None:
     streamer = session.streamer
     plan = streamer.plan
+    if plan.moved_bytes_per_step == 0:
+        logger.warning(
+            "all %d blocks fit into the slots (%s on the device): nothing is streamed. Lower "
+            "block_size, num_slots or resident_blocks to save device memory.",
+            plan.num_blocks,
+            format_bytes(streamer.slot_bytes),
+        )
     logger.info(
         "streaming %d blocks through %d slots, %d resident: host store %s (%s), slots %s, "
         "%s host to device per step",

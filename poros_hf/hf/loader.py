@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ from transformers import AutoConfig
 
 from poros_hf.config import PorosConfig
 from poros_hf.environment import environment_variable
-from poros_hf.errors import CheckpointError, ConfigError
+from poros_hf.errors import CheckpointError, ConfigError, HubError
 from poros_hf.hf.adapter_file import ADAPTER_CONFIG
 from poros_hf.hf.adapter_repo import AdapterRepository, is_adapter, rebuild
 from poros_hf.hf.decoder import auto_class
 from poros_hf.hf.quantizer import PrequantisedConfig
 from poros_hf.hf.weight_files import check_local_files
-from poros_hf.hub import Repository
+from poros_hf.hub import Repository, looks_like_path
 
 # What AutoConfig needs to find the same checkpoint that AutoModel will load.
 _LOCATION_KEYS = (
@@ -69,15 +70,53 @@ def from_pretrained(
     Raises:
         CheckpointError: The checkpoint is quantised in another format, or the base of an adapter
             is not here.
+        ConfigError: `config` is something else, or its fields are among `kwargs`.
+        HubError: The folder does not exist.
         PorosError: See docs/errors.md; raised before weights are read wherever possible.
     """
+    _check_arguments(config, kwargs)
     source = _repository(str(model_id), kwargs)
+    refuse_missing_folder(source.name)
     if "subfolder" in kwargs or not is_adapter(source):
         _refuse_adapter_arguments(source.name, base_model, is_trainable)
         return _load_base(source.name, config or PorosConfig(), **kwargs)
     adapter = AdapterRepository(source, base_model)
     load_base = functools.partial(_load_base, **{**kwargs, "revision": None})
     return rebuild(adapter, config, load_base, is_trainable=is_trainable)
+
+
+def _check_arguments(config: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse other configs, and fields of ours that stand outside of one."""
+    if config is not None and not isinstance(config, PorosConfig):
+        raise ConfigError(
+            "config-type",
+            f"the config is a {type(config).__name__}, not a PorosConfig",
+            remedies=["pass PorosConfig(...)", "build one with PorosConfig.from_dict(...)"],
+            type=type(config).__name__,
+        )
+    loose = [item.name for item in fields(PorosConfig) if item.name in kwargs]
+    if loose:
+        raise ConfigError(
+            "config-type",
+            f"{', '.join(loose)} given beside the config; they are fields of it",
+            remedies=[f"pass PorosConfig({loose[0]}=...)"],
+            fields=loose,
+        )
+
+
+def refuse_missing_folder(name: str) -> None:
+    """Refuse what can only be meant as a folder and is none.
+
+    Raises:
+        HubError: The folder is named.
+    """
+    if looks_like_path(name) and not Path(name).is_dir():
+        raise HubError(
+            "hub-folder",
+            f"the folder {name} does not exist",
+            remedies=["check the path", "name a repository as owner/name"],
+            repository=name,
+        )
 
 
 def read_config(model_id: str, config: PorosConfig, **location: Any) -> Any:

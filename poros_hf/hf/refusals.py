@@ -37,13 +37,14 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_adapters(model: Any) -> None:
-    """Refuse adapters that read the base weights.
+    """Refuse adapters that read the base weights, and models with nothing to train.
 
     Args:
         model: The model that will be trained.
 
     Raises:
-        UnsupportedModelError: There is no adapter, or the offending one is named.
+        UnsupportedModelError: There is no adapter, the offending one is named, or nothing is
+            trainable.
     """
     configs = getattr(model, "peft_config", None)
     if not configs:
@@ -54,6 +55,17 @@ def refuse_adapters(model: Any) -> None:
         )
     for name, config in configs.items():
         refuse_adapter(name, config)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            "nothing-trainable",
+            f"the model has adapters ({', '.join(configs)}), but none of their weights is to be "
+            "trained: the run would end without an error and without having learned",
+            remedies=[
+                "load the adapter with is_trainable=True",
+                "select it with model.set_adapter(...)",
+            ],
+            adapters=list(configs),
+        )
 
 
 def refuse_adapter(name: str, config: Any) -> None:

@@ -72,7 +72,8 @@ def load_rows(
         A Dataset or IterableDataset with the columns of one of `COLUMN_SETS`, and one row or more.
 
     Raises:
-        RowsError: There is no such data, it cannot be read, is empty, or has other columns.
+        RowsError: There is no such data, it cannot be read, is empty, has other columns, or rows
+            without a value.
     """
     rows = _pick_split(_open(source, split, token), split)
     first = next(iter(rows), None)
@@ -87,7 +88,7 @@ def load_rows(
             remedies=["check the file", "name another split or language"],
             source=_name(source),
         )
-    _check_columns(source, first)
+    _check_columns(source, rows, first)
     return rows
 
 
@@ -231,10 +232,33 @@ def _pick_split(rows: Any, split: str) -> Any:
     return rows[split]
 
 
-def _check_columns(source: Any, row: Any) -> None:
-    fitting = {name for name, kinds in _KINDS.items() if isinstance(row.get(name), kinds)}
-    if any(set(wanted) <= fitting for wanted in COLUMN_SETS):
+def _check_values(source: Any, rows: Any, columns: tuple[str, ...]) -> None:
+    """Refuse rows without a value in a column that is trained on; streams are not read through."""
+    if not isinstance(rows, Dataset):
         return
+    empty = [
+        number
+        for number, row in enumerate(rows.select_columns(list(columns)), 1)
+        if any(value is None or value == [] for value in row.values())
+    ]
+    if empty:
+        shown = ", ".join(map(str, empty[:5])) + (" ..." if len(empty) > 5 else "")
+        raise RowsError(
+            "rows-incomplete",
+            f"{len(empty)} of {len(rows)} rows of {_name(source)} have nothing in "
+            f"{' or '.join(columns)}: rows {shown}",
+            remedies=["fill or remove these rows (Dataset.filter)"],
+            source=_name(source),
+            num_incomplete=len(empty),
+            first=empty[0],
+        )
+
+
+def _check_columns(source: Any, rows: Any, row: Any) -> None:
+    fitting = {name for name, kinds in _KINDS.items() if isinstance(row.get(name), kinds)}
+    for wanted in COLUMN_SETS:
+        if set(wanted) <= fitting:
+            return _check_values(source, rows, wanted)
     found = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
     known = "; ".join(" and ".join(wanted) for wanted in COLUMN_SETS)
     raise RowsError(

@@ -18,7 +18,7 @@ from poros_hf.hf.adapter_file import check_saved_adapter
 from poros_hf.hf.adapter_repo import is_adapter
 from poros_hf.hf.callback import PorosStreaming
 from poros_hf.hf.checkpoints import check_resumable, pick_checkpoint
-from poros_hf.hf.loader import from_pretrained, read_config
+from poros_hf.hf.loader import from_pretrained, read_config, refuse_missing_folder
 from poros_hf.hf.weight_files import check_local_files
 from poros_hf.hub import Repository
 
@@ -99,6 +99,7 @@ class PorosTrainer:
             "trust_remote_code": trust_remote_code,
         }
         source = Repository(name=name, revision=revision, token=token)
+        refuse_missing_folder(name)
         _refuse_adapter_as_base(source)
         check_local_files(source, read_config(name, config, **location))
         lora = LoraConfig(

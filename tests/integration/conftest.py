@@ -55,6 +55,13 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.modeling_utils, "safe_open", refuse)
 
 
+def _lora(wish: LoraConfig | bool | None) -> LoraConfig | None:
+    """Return the adapter to add: the one given, a plain one, or none for False."""
+    if wish is False:
+        return None
+    return wish if isinstance(wish, LoraConfig) else LoraConfig(r=4, target_modules="all-linear")
+
+
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., SFTTrainer]:
     """Return a function that puts a model under an SFTTrainer with a plain LoRA."""
@@ -63,7 +70,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., SFTTrainer]:
         model: Any,
         *,
         callbacks: list[Any],
-        lora: LoraConfig | None = None,
+        lora: LoraConfig | bool | None = None,
         rows: list[dict[str, Any]] | None = None,
         quantization_config: Any = None,
         processing_class: Any = None,
@@ -85,7 +92,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., SFTTrainer]:
             model,
             args=SFTConfig(**{**defaults, **arguments}),
             train_dataset=Dataset.from_list(rows),
-            peft_config=lora or LoraConfig(r=4, target_modules="all-linear"),
+            peft_config=_lora(lora),
             callbacks=callbacks,
             quantization_config=quantization_config,
             processing_class=processing_class,

@@ -13,11 +13,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import SFTConfig
 
+import poros_hf
 from poros_hf import PorosConfig, PorosStreaming
 from poros_hf.errors import (
     CapacityError,
     ConfigError,
     HostSetupError,
+    HubError,
     PorosError,
     UnsupportedModelError,
 )
@@ -240,3 +242,51 @@ def test_package_newer_than_tested_is_named_once(
     compat.check_versions.cache_clear()
     assert len(messages) == 1
     assert "transformers 99.0" in messages[0]
+
+
+def test_frozen_adapter_is_refused_before_training(
+    load_streamed: Callable[..., Any], make_trainer: Callable[..., Any]
+) -> None:
+    model = get_peft_model(load_streamed(), LoraConfig(r=4))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(UnsupportedModelError) as caught:
+        make_trainer(model, callbacks=[PorosStreaming()], lora=False)
+    assert caught.value.slug == "nothing-trainable"
+    assert caught.value.details["adapters"] == ["default"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [({"block_size": 4},), (object(),)], ids=["dictionary", "object"]
+)
+def test_other_config_is_refused_by_our_loader(
+    arguments: tuple[Any, ...], tiny_model: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        poros_hf.from_pretrained(str(tiny_model), *arguments)
+    assert caught.value.slug == "config-type"
+    assert caught.value.details["type"] == type(arguments[0]).__name__
+
+
+def test_loose_field_is_refused_by_our_loader(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        poros_hf.from_pretrained(str(tiny_model), block_size=4)
+    assert caught.value.slug == "config-type"
+    assert caught.value.details["fields"] == ["block_size"]
+
+
+def test_missing_folder_is_named_by_our_loader(tmp_path: Path) -> None:
+    with pytest.raises(HubError) as caught:
+        poros_hf.from_pretrained(str(tmp_path / "nope"))
+    assert caught.value.slug == "hub-folder"
+    assert "nope" in str(caught.value)
+
+
+def test_plan_that_streams_nothing_is_warned_of(
+    load_streamed: Callable[..., Any],
+    make_trainer: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_trainer(load_streamed(PorosConfig(block_size=100)), callbacks=[PorosStreaming()]).train()
+    messages = [r.getMessage() for r in caplog.records if r.name == "poros_hf.hf.callback"]
+    assert sum("nothing is streamed" in message for message in messages) == 1

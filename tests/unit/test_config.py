@@ -171,3 +171,10 @@ def test_config_numeric_fields_have_a_unit():
         "vram_budget": "bytes",
         "micro_batch_size": "rows",
     }
+
+
+def test_config_names_the_nearest_field_when_a_keyword_is_unknown():
+    with pytest.raises(ConfigError) as caught:
+        PorosConfig(blocksize=4)
+    assert caught.value.slug == "config-key"
+    assert "'block_size'" in str(caught.value)

@@ -229,3 +229,13 @@ def test_ensure_chat_template_gives_none_when_rows_are_text() -> None:
     tokenizer = byte_tokenizer()
     assert not ensure_chat_template(tokenizer, Dataset.from_list(ROWS))
     assert tokenizer.chat_template is None
+
+
+@pytest.mark.parametrize("gap", [None, []], ids=["nothing", "empty-list"])
+def test_load_rows_names_rows_without_a_value(gap: Any) -> None:
+    message = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    rows = Dataset.from_list([{"messages": message}, {"messages": gap}, {"messages": message}])
+    with pytest.raises(RowsError) as caught:
+        load_rows(rows)
+    assert caught.value.slug == "rows-incomplete"
+    assert (caught.value.details["num_incomplete"], caught.value.details["first"]) == (1, 2)
