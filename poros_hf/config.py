@@ -88,10 +88,11 @@ class PorosConfig:
         self._refuse_later_options()
 
     def _check_quantization(self) -> None:
-        if self.quantization in _LATER:
+        value: object = self.quantization
+        if isinstance(value, str) and value in _LATER:
             raise ConfigError(
                 "quantization-later",
-                f"quantization={self.quantization!r}: {_LATER[self.quantization]}",
+                f"quantization={value!r}: {_LATER[value]}",
                 remedies=["use quantization='nf4'"],
             )
         self._check_choice("quantization", ("nf4",))
@@ -255,6 +256,21 @@ class PorosConfig:
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
 
+def require_config(config: Any) -> None:
+    """Refuse what stands in place of a PorosConfig; None is no config, and passes.
+
+    Raises:
+        ConfigError: Its type is named.
+    """
+    if config is not None and not isinstance(config, PorosConfig):
+        raise ConfigError(
+            "config-type",
+            f"the config is a {type(config).__name__}, not a PorosConfig",
+            remedies=["pass PorosConfig(...)", "build one with PorosConfig.from_dict(...)"],
+            type=type(config).__name__,
+        )
+
+
 def refuse_unknown(keys: Iterable[str], known: Iterable[str]) -> None:
     """Refuse the first key that is not known, and name the nearest one that is.
 
@@ -264,7 +280,7 @@ def refuse_unknown(keys: Iterable[str], known: Iterable[str]) -> None:
     names = list(known)
     for key in keys:
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
+            near = difflib.get_close_matches(str(key), names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
             raise ConfigError("config-key", f"unknown key {key!r}{hint}", key=key)
 

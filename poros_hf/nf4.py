@@ -110,11 +110,12 @@ class TableCache:
     """Keeps one copy of each lookup table, however many weights bring their own."""
 
     def __init__(self) -> None:
-        self._tables: dict[bytes, torch.Tensor] = {}
+        self._tables: dict[tuple[torch.dtype, bytes], torch.Tensor] = {}
 
     def shared(self, table: torch.Tensor) -> torch.Tensor:
         """Return the first table that was seen with these values."""
-        return self._tables.setdefault(table.cpu().numpy().tobytes(), table)
+        bits = table.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        return self._tables.setdefault((table.dtype, bits), table)
 
 
 def take_apart(

@@ -153,7 +153,8 @@ class CudaRuntime(Runtime):
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialised device memory, uint8 [num_bytes]."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # slots are written to outside of it as well
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def new_event(self, label: str) -> torch.cuda.Event:
         """Make an event without timing; `label` is for the CPU runtime only."""
@@ -301,7 +302,8 @@ class CpuRuntime(Runtime):
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialised memory, uint8 [num_bytes]."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        with torch.inference_mode(False):  # slots are written to outside of it as well
+            return torch.empty(num_bytes, dtype=torch.uint8)
 
     def new_event(self, label: str) -> CpuEvent:
         """Make an event that has not been recorded."""

@@ -116,12 +116,14 @@ class SlotPool:
                 block=block,
                 held_block=slot.block,
             )
+        # Emptied first: if the copy is interrupted or fails, nobody takes its bytes for a block.
+        slot.state, slot.block = SlotState.EMPTY, None
+        slot.ready_on = slot.last_stream = None
+        slot.is_shared = False
         self._runtime.stage(
             source, slot.memory, after=slot.consumed, done=slot.copied, poison=self.poison
         )
         slot.state, slot.block = SlotState.COPYING, block
-        slot.ready_on = slot.last_stream = None
-        slot.is_shared = False
 
     def use(self, block: int) -> Any:
         """Count one more user of `block` and return the compute stream it will be used on.
@@ -170,11 +172,22 @@ class SlotPool:
                 slot=slot.index,
                 block=block,
             )
+        is_last = slot.users == 1
+        if is_last or slot.is_shared:  # else the release that ends the last use comes behind
+            self._record_consumed(slot, stream)
+        # Counted down last: if this is interrupted the slot stays in use, and is not overwritten.
         slot.users -= 1
-        if slot.users == 0:
+        if is_last:
             slot.state = SlotState.READY
-        elif not slot.is_shared:
-            return  # the release that ends the last use stands behind this one
+
+    def reset(self) -> None:
+        """Forget what every slot holds and who uses it; nothing on the device may read them."""
+        for slot in self._slots:
+            slot.state, slot.block, slot.users = SlotState.EMPTY, None, 0
+            slot.ready_on = slot.last_stream = None
+            slot.is_shared = False
+
+    def _record_consumed(self, slot: Slot, stream: Any) -> None:
         if slot.last_stream is not None and slot.last_stream != stream:
             # `consumed` must stand behind the uses on every stream, and it can be recorded on one.
             self._runtime.wait(slot.consumed, stream)

@@ -143,6 +143,21 @@ class Streamer:
                 del self._slots, self._views
                 self._set_plan(plan)
 
+    def recover(self) -> bool:
+        """Take back what an interrupted pass has left in use. No pass may be running.
+
+        Returns:
+            Whether there was anything.
+
+        Streams: blocks the host until the device is idle, if there was.
+        """
+        with self._lock:
+            if SlotState.IN_USE not in self._slots.states():
+                return False
+            self.runtime.drain()
+            self._slots.reset()
+            return True
+
     def enable_poison(self) -> None:
         """Overwrite a slot with 0xFF before each copy into it, so that a stale read shows."""
         self._poison = True

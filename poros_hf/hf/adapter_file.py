@@ -15,7 +15,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def check_saved_adapter(folder: Path, model: Any) -> None:
-    """Open the adapter that was just saved and compare names and shapes with what is trained.
+    """Open the adapters that were just saved and compare names and shapes with those in memory.
 
     Source: a PEFT release that saved adapters without a single tensor, and reported success.
 
@@ -26,6 +26,12 @@ def check_saved_adapter(folder: Path, model: Any) -> None:
     Raises:
         TrainingGuardError: The file is missing, or tensors are missing or have other shapes.
     """
+    for adapter in model.peft_config:
+        # PEFT writes the adapter called "default" into the folder, and others below it.
+        _check_one(folder if adapter == "default" else folder / adapter, model, adapter)
+
+
+def _check_one(folder: Path, model: Any, adapter: str) -> None:
     path = folder / ADAPTER_FILE
     if not path.is_file():
         raise TrainingGuardError(
@@ -34,7 +40,6 @@ def check_saved_adapter(folder: Path, model: Any) -> None:
             remedies=["check the disk and the permissions of the output folder"],
             path=str(path),
         )
-    adapter = model.active_adapters[0]
     wanted = {
         name: list(tensor.shape)
         for name, tensor in get_peft_model_state_dict(model, adapter_name=adapter).items()
@@ -45,7 +50,7 @@ def check_saved_adapter(folder: Path, model: Any) -> None:
     if wrong or not wanted:
         raise TrainingGuardError(
             "adapter-file",
-            f"{path} has {len(saved)} tensors, the trained adapter has {len(wanted)}; missing or "
+            f"{path} has {len(saved)} tensors, the adapter in memory has {len(wanted)}; missing or "
             f"of another shape: {name_offenders(wrong)}",
             remedies=["report it with the versions of peft and poros-hf: training is not saved"],
             path=str(path),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig, PeftModel
+from safetensors import safe_open
 
 from poros_hf.config import CONFIG_FILE, PorosConfig
 from poros_hf.errors import CheckpointError, HubError
@@ -72,14 +73,20 @@ class AdapterRepository:
             model: The streamed base.
             is_trainable: Whether the adapter is to be trained on.
         """
+        # PEFT makes adapters in the type of the base or, with autocast, in float32, whatever they
+        # were saved in. The saved type decides, and with it the bits of the trained model.
+        is_float32 = self._is_saved_in_float32()
         return PeftModel.from_pretrained(
             model,
             str(self._folder),
             is_trainable=is_trainable,
-            # Both are needed to keep the saved type, and with it the bits of the trained model.
-            autocast_adapter_dtype=False,
-            low_cpu_mem_usage=True,
+            autocast_adapter_dtype=is_float32,
+            low_cpu_mem_usage=not is_float32,
         )
+
+    def _is_saved_in_float32(self) -> bool:
+        with safe_open(self._folder / ADAPTER_FILE, framework="pt") as file:
+            return any(file.get_slice(name).get_dtype() == "F32" for name in file.keys())  # noqa: SIM118
 
     def _read_config(self) -> Any:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,12 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from poros_hf.config import PorosConfig
+from poros_hf.config import CONFIG_FILE, PorosConfig, require_config
 from poros_hf.errors import ConfigError, UnsupportedModelError
 from poros_hf.hf.adapter_file import check_saved_adapter
 from poros_hf.hf.guards import AdapterGuard, LossGuard, check_logged_loss
 from poros_hf.hf.refusals import refuse_adapters, refuse_arguments
-from poros_hf.hf.session import StreamSession, find_session
+from poros_hf.hf.session import QUANTISED_HERE, StreamSession, find_session
 from poros_hf.hf.towers import refuse_tower_adapters
 from poros_hf.planner import plan_stream
 from poros_hf.units import GB, format_bytes
@@ -60,6 +61,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
     """
 
     def __init__(self, config: PorosConfig | None = None, *, debug: bool = False) -> None:
+        require_config(config)
         self._config = config
         self._debug = debug
         self._session: StreamSession | None = None
@@ -97,6 +99,9 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
 
         A model that is resident in 4 bits is moved to the host store.
         """
+        self._attach(args, state, model)
+
+    def _attach(self, args: Any, state: Any, model: Any) -> None:
         session = find_session(model)
         refuse_arguments(args)
         refuse_adapters(model)
@@ -113,9 +118,18 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any
     ) -> None:
-        """Make the final plan, start the guards and say in one line what will be streamed."""
+        """Make the final plan, start the guards and say in one line what will be streamed.
+
+        Trainers make the model anew for `model_init`, and callbacks can be added late: whichever
+        model is trained is the one that is looked after.
+        """
+        self._stop_watching()
+        if self._session is None or find_session(model) is not self._session:
+            self._attach(args, state, model)
         session = self._require_session()
         streamer = session.streamer
+        if streamer.recover():
+            logger.warning("an interrupted pass had left blocks in use; they are free again")
         if self._debug:
             streamer.enable_poison()
         streamer.replan(plan_stream(streamer.plan.block_bytes, self._config_in_use()))
@@ -190,7 +204,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         if args.should_save:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             check_saved_adapter(folder, model)
-            self._config_in_use().save_pretrained(folder)
+            self._write_config(folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look at the last losses, stop watching, and leave the PorosConfig in the output folder.
@@ -201,14 +215,27 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
             self._loss.check(wait=True)
         self._stop_watching()
         if args.should_save:
-            self._config_in_use().save_pretrained(args.output_dir)
+            try:
+                self._write_config(Path(args.output_dir))
+            except OSError as error:
+                logger.warning("%s was not written: %s", CONFIG_FILE, error)
+
+    def _write_config(self, folder: Path) -> None:
+        """Write the config that rebuilds this base; none describes FP4, which others have made."""
+        if self._require_session().is_nf4:
+            self._config_in_use().save_pretrained(folder)
 
     def _stop_watching(self) -> None:
         if self._loss is not None:
             self._loss.unwatch()
 
     def _config_in_use(self) -> PorosConfig:
-        return self._config or self._require_session().config
+        """Return the policy of the callback's config with the quantisation that the base has."""
+        loaded = self._require_session().config
+        if self._config is None:
+            return loaded
+        kept = {name: getattr(loaded, name) for name in QUANTISED_HERE}
+        return dataclasses.replace(self._config, **kept)
 
     def _transfer_figures(self) -> dict[str, float]:
         streamer = self._require_session().streamer

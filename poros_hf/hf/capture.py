@@ -7,6 +7,7 @@ weight at a time is on the device.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ class ModelCapture:
     def __init__(
         self, model: Any, config: PorosConfig, weight_format: WeightFormat, runtime: Runtime
     ) -> None:
-        self._config = config
+        # Weights that were 4-bit already say themselves whether their scales are quantised.
+        self._config = replace(config, double_quant=weight_format.is_nested)
         self._runtime = runtime
         self._layers = find_decoder_layers(model)
         refuse_unquantised(self._layers, config_bytes(config))
@@ -113,7 +115,8 @@ class ModelCapture:
         """
         self._store.seal()
         streamer = Streamer(self._store, self._plan, self._runtime)
-        session = StreamSession(self._config, streamer, store_fields)
+        is_nf4 = all(weight.state.quant_type == "nf4" for weight in self._weights.values())
+        session = StreamSession(self._config, streamer, store_fields, is_nf4)
         for layer, block in zip(self._layers, self._block_of_layer, strict=True):
             self._bind(layer, block, session)
         return session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ def stream_resident(model: Any, config: PorosConfig) -> StreamSession:
         )
     _refuse_unready(linears)
     weight_format, device = _format_and_device(linears[0].weight)
+    if linears[0].compute_dtype is not None:
+        compute_dtype = str(linears[0].compute_dtype).removeprefix("torch.")
+        config = replace(config, compute_dtype=compute_dtype)
     capture = ModelCapture(model, config, weight_format, runtime_for(device))
     capture.take_resident()
     session = capture.finish(QUANTISED_BEFORE)

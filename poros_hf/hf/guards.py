@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from poros_hf.runtime import HostRead, Runtime
 logger = logging.getLogger(__name__)
 
 _IGNORED_LABEL = -100
+_ZERO_PATIENCE = 3
+_LAYER = re.compile(r".*?\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,9 @@ class AdapterGuard:
         }
         self._before: dict[str, torch.Tensor] = {}
         self._not_finite: list[str] = []
+        self._zero: list[str] = []
+        self._steps_with_zero = 0
+        self._learning_rate = 0.0
         self.is_done = not self._adapters
 
     def before_step(self, loss: LossGuard, learning_rate: float, *, may_skip: bool) -> None:
@@ -148,11 +154,13 @@ class AdapterGuard:
             if not may_skip:
                 self._raise_not_finite()
             return
-        self._check_zero(is_certain=loss.labels_seen)
+        self._zero = self._find_zero(is_certain=loss.labels_seen)
+        self._learning_rate = learning_rate
         if learning_rate > 0.0:
             self._before = {
                 name: parameter.detach().to("cpu", copy=True)
                 for name, parameter in self._adapters.items()
+                if name not in self._zero
             }
 
     def after_step(self, *, was_skipped: bool) -> None:
@@ -172,21 +180,32 @@ class AdapterGuard:
             for name, before in self._before.items()
             if torch.equal(before, self._adapters[name].detach().cpu())
         ]
-        if still:
+        unexplained = [name for name in still if not self._may_round_away(self._before[name])]
+        if unexplained:
             raise TrainingGuardError(
                 "adapter-still",
-                f"the optimizer step changed nothing in {len(still)} of {len(self._adapters)} "
-                f"lora_B tensors: {name_offenders(still)}",
-                remedies=[
-                    "check that the optimizer was built after the adapter was added",
-                    "raise the learning rate if updates round to zero in bfloat16",
-                ],
-                names=still,
+                f"the optimizer step changed nothing in {len(unexplained)} of "
+                f"{len(self._adapters)} lora_B tensors: {name_offenders(unexplained)}",
+                remedies=["check that the optimizer was built after the adapter was added"],
+                names=unexplained,
             )
-        self.is_done = True
+        self.is_done = not still and not self._zero
         self._before = {}
 
-    def _check_zero(self, *, is_certain: bool) -> None:
+    def _may_round_away(self, before: torch.Tensor) -> bool:
+        """Tell whether a step of this learning rate is too small for the tensor's type to show.
+
+        It never is for the zeros that a new adapter begins with.
+        """
+        largest = float(before.abs().max())
+        return self._learning_rate < largest * torch.finfo(before.dtype).eps
+
+    def _find_zero(self, *, is_certain: bool) -> list[str]:
+        """Return the adapters without a gradient, where that can be right for a step or two.
+
+        Attention over a single position, or over equal ones, gives its queries and keys none. A
+        whole layer without a gradient, or the same lack for some steps, is never right.
+        """
         zero = [
             name
             for name, parameter in self._adapters.items()
@@ -194,17 +213,24 @@ class AdapterGuard:
         ]
         if not zero or (not is_certain and len(zero) == len(self._adapters)):
             # Without labels a step of all-zero gradients can be right (GRPO without advantage).
-            return
+            return zero
+        self._steps_with_zero += 1
+        if self._steps_with_zero < _ZERO_PATIENCE and not self._has_whole_layer(zero):
+            return zero
         raise TrainingGuardError(
             "adapter-gradient-zero",
-            f"{len(zero)} of {len(self._adapters)} lora_B tensors have no gradient at the first "
-            f"optimizer step: {name_offenders(zero)}",
+            f"{len(zero)} of {len(self._adapters)} lora_B tensors have no gradient at optimizer "
+            f"step {self._steps_with_zero} with tokens to learn from: {name_offenders(zero)}",
             remedies=[
                 "call model.enable_input_require_grads() where checkpointing is on",
                 "take layers that the loss does not depend on out of target_modules",
             ],
             names=zero,
         )
+
+    def _has_whole_layer(self, zero: list[str]) -> bool:
+        alive = {_layer_of(name) for name in self._adapters if name not in zero}
+        return any(_layer_of(name) not in alive for name in zero)
 
     def _raise_not_finite(self) -> None:
         raise TrainingGuardError(
@@ -216,21 +242,38 @@ class AdapterGuard:
         )
 
 
+def _layer_of(name: str) -> str:
+    """Return the part of a parameter's name up to the number of its layer."""
+    match = _LAYER.match(name)
+    return match.group() if match else name
+
+
 def check_logged_loss(logs: dict[str, Any], step: int) -> None:
     """Raise if a loss that Trainer logs is not finite, for trainers that hide it until then.
+
+    An evaluation without a number is named in a warning: it spoils nothing.
 
     Raises:
         TrainingGuardError: With the step.
     """
-    for key in ("loss", "eval_loss"):
-        value = logs.get(key)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise TrainingGuardError(
-                "loss-not-finite",
-                f"{key} is {value} at step {step}",
-                remedies=["lower the learning rate", "look at the data of this step"],
-                step=step,
-            )
+    if _is_not_finite(logs.get("eval_loss")):
+        logger.warning(
+            "eval_loss is %s at step %d: look for rows of the evaluation set without a token to "
+            "learn from",
+            logs["eval_loss"],
+            step,
+        )
+    if _is_not_finite(logs.get("loss")):
+        raise TrainingGuardError(
+            "loss-not-finite",
+            f"loss is {logs['loss']} at step {step}",
+            remedies=["lower the learning rate", "look at the data of this step"],
+            step=step,
+        )
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _describe_batch(kwargs: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from poros_hf.config import PorosConfig
+from poros_hf.config import PorosConfig, require_config
 from poros_hf.environment import environment_variable
 from poros_hf.errors import CheckpointError, ConfigError, HubError
 from poros_hf.hf.adapter_file import ADAPTER_CONFIG
@@ -87,19 +87,15 @@ def from_pretrained(
 
 def _check_arguments(config: Any, kwargs: dict[str, Any]) -> None:
     """Refuse other configs, and fields of ours that stand outside of one."""
-    if config is not None and not isinstance(config, PorosConfig):
-        raise ConfigError(
-            "config-type",
-            f"the config is a {type(config).__name__}, not a PorosConfig",
-            remedies=["pass PorosConfig(...)", "build one with PorosConfig.from_dict(...)"],
-            type=type(config).__name__,
-        )
-    loose = [item.name for item in fields(PorosConfig) if item.name in kwargs]
+    require_config(config)
+    ours = (*(item.name for item in fields(PorosConfig)), "quantization_config")
+    loose = [name for name in ours if name in kwargs]
     if loose:
         raise ConfigError(
             "config-type",
-            f"{', '.join(loose)} given beside the config; they are fields of it",
-            remedies=[f"pass PorosConfig({loose[0]}=...)"],
+            f"{', '.join(loose)} given as keywords; quantisation and streaming are settled by a "
+            "PorosConfig, the second argument",
+            remedies=["pass PorosConfig(...) with these fields"],
             fields=loose,
         )
 
@@ -135,7 +131,8 @@ def read_config(model_id: str, config: PorosConfig, **location: Any) -> Any:
 
 
 def _load_base(model_id: str, config: PorosConfig, **kwargs: Any) -> Any:
-    kwargs.setdefault("dtype", getattr(torch, config.compute_dtype))
+    wish = kwargs.pop("torch_dtype", None)  # the older name, which transformers still takes
+    kwargs.setdefault("dtype", wish or getattr(torch, config.compute_dtype))
     location = {key: kwargs[key] for key in _LOCATION_KEYS if key in kwargs}
     given = kwargs.pop("config", None)
     model_config = (

@@ -46,6 +46,11 @@ class PrequantisedConfig(QuantizationConfigMixin):  # type: ignore[misc] # not t
         self.config = config
         self.stored = stored
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> PorosConfig:
+        """Read what PorosConfig.to_dict wrote, which is how a config comes out of YAML or JSON."""
+        return PorosConfig.from_dict(config_dict)
+
     def get(self, key: str, default: Any = None) -> Any:
         """Answer for `quant_method` alone: other keys would select another quantizer."""
         return self.quant_method if key == "quant_method" else default

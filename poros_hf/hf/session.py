@@ -32,12 +32,15 @@ class StreamSession:
         store_fields: Fields of the config that decided the stored bytes, which nothing may
             contradict; the rest is policy. How weights are quantised is not among them where the
             weights were 4-bit already.
+        is_nf4: The base is NF4 throughout, which a PorosConfig describes; checkpoints of others may
+            hold FP4.
         trainer_state: State of the Trainer whose PorosStreaming looks after this model.
     """
 
     config: PorosConfig
     streamer: Streamer
     store_fields: tuple[str, ...]
+    is_nf4: bool
     trainer_state: Any = None
     _let_go: weakref.WeakMethod[Callable[[], None]] | None = field(default=None, repr=False)
     _has_warned: bool = field(default=False, repr=False)

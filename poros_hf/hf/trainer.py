@@ -254,7 +254,9 @@ class PorosTrainer:
         from trl import SFTTrainer
 
         streaming = PorosStreaming()
-        model, self._model = self.model, None  # half made, should the trainer refuse it
+        model = self.model
+        if not hasattr(model, "peft_config"):
+            self._model = None  # half made, should the trainer refuse it
         set_seed(arguments.seed)  # adapters are drawn before the Trainer sets its own seed
         trainer = SFTTrainer(
             model,
