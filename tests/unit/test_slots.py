@@ -7,7 +7,7 @@ import torch
 
 from poros_hf.config import PorosConfig
 from poros_hf.errors import StreamStateError
-from poros_hf.planner import plan_stream
+from poros_hf.planner import StreamPlan, plan_stream
 from poros_hf.runtime import POISON, CpuRuntime
 from poros_hf.slots import SlotPool, SlotState
 
@@ -270,3 +270,55 @@ def test_free_chains_consumed_when_two_streams_used_the_slot():
         ("second wait", "consumed[0]"),
         ("second record", "consumed[0]"),
     ]
+
+
+class Interrupted(Exception):
+    """Stands for Ctrl-C at a bad moment."""
+
+
+def test_stage_leaves_the_slot_empty_when_the_copy_is_interrupted(monkeypatch):
+    pool, runtime = make_interruptible_pool()
+    pool.stage(0, torch.zeros(4, dtype=torch.uint8))
+
+    def write_and_stop(source, target, **events):
+        target[: source.numel()].copy_(source)
+        raise Interrupted
+
+    monkeypatch.setattr(runtime, "stage", write_and_stop)
+    with pytest.raises(Interrupted):
+        pool.stage(1, torch.ones(4, dtype=torch.uint8))
+    assert not pool.holds(0)
+    assert not pool.holds(1)
+    assert pool.states() == [SlotState.EMPTY]
+
+
+def test_free_leaves_the_slot_in_use_when_recording_is_interrupted(monkeypatch):
+    pool, runtime = make_interruptible_pool()
+    pool.stage(0, torch.zeros(4, dtype=torch.uint8))
+    stream = pool.use(0)
+
+    def stop(event, stream):
+        raise Interrupted
+
+    monkeypatch.setattr(runtime, "record", stop)
+    with pytest.raises(Interrupted):
+        pool.free(0, stream)
+    assert pool.states() == [SlotState.IN_USE]
+    assert not pool.can_stage(1)
+
+
+def test_reset_takes_back_what_was_left_in_use():
+    pool, _ = make_interruptible_pool()
+    pool.stage(0, torch.zeros(4, dtype=torch.uint8))
+    pool.use(0)
+    pool.reset()
+    assert pool.states() == [SlotState.EMPTY]
+    pool.stage(1, torch.ones(4, dtype=torch.uint8))
+    assert pool.holds(1)
+
+
+def make_interruptible_pool():
+    """Return a pool of one slot that two blocks share, and its runtime."""
+    runtime = CpuRuntime()
+    plan = StreamPlan(block_bytes=(4, 4), resident=(), num_slots=1)
+    return SlotPool(plan, runtime), runtime
