@@ -75,11 +75,14 @@ def find_defect(path: Path) -> str | None:
     return None if _step_of(path) is not None else f"{STATE_FILE} names no step"
 
 
-def check_resumable(path: Path, config: PorosConfig, lora: Any, steps: int) -> None:
+def check_resumable(
+    path: Path, base_model: str, config: PorosConfig, lora: Any, steps: int
+) -> None:
     """Refuse to go on from a checkpoint of another job.
 
     Args:
         path: A complete checkpoint.
+        base_model: Folder or repository of the base that the run would train on.
         config: Of the run that wants to go on.
         lora: Its LoraConfig.
         steps: Optimizer steps it is to have in the end.
@@ -99,6 +102,9 @@ def check_resumable(path: Path, config: PorosConfig, lora: Any, steps: int) -> N
         for name in _LORA_FIELDS
         if adapter.get(name) != getattr(lora, name)
     ]
+    former = adapter.get("base_model_name_or_path")
+    if former and _place(former) != _place(base_model):
+        differing.append(f"base model: {former} then, {base_model} now")
     if differing:
         raise ConfigError(
             "resume-mismatch",
@@ -117,6 +123,11 @@ def check_resumable(path: Path, config: PorosConfig, lora: Any, steps: int) -> N
             steps=steps,
             done_steps=done,
         )
+
+
+def _place(name: str) -> str:
+    """Return one spelling for a folder however it was named; a repository has only one."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def _newest_complete(output_dir: Path) -> Path:

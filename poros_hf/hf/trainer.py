@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -92,6 +93,8 @@ class PorosTrainer:
         refuse_unknown(config_fields, _known_keywords(cls.from_pretrained))
         config = PorosConfig.from_dict(config_fields)
         _check_range("lora_rank", lora_rank, 1)
+        _check_range("lora_alpha", lora_alpha, 1)
+        _check_share("lora_dropout", lora_dropout, 1.0)
         name = str(model_id)
         location = {
             "revision": revision,
@@ -176,8 +179,18 @@ class PorosTrainer:
             ConfigError: The checkpoint is of another job, or a number is out of range.
             PorosError: See docs/errors.md.
         """
-        for name, number in (("steps", steps), ("seq_len", seq_len), ("save_steps", save_steps)):
+        counts = {
+            "steps": steps,
+            "seq_len": seq_len,
+            "batch_size": batch_size,
+            "accumulation": accumulation,
+            "logging_steps": logging_steps,
+            "save_steps": save_steps,
+        }
+        for name, number in counts.items():
             _check_range(name, number, 1)
+        _check_range("seed", seed, 0)
+        _check_share("learning_rate", learning_rate, math.inf)
         from poros_hf.hf.rows import ensure_chat_template, load_rows
 
         arguments = self._arguments(
@@ -197,7 +210,7 @@ class PorosTrainer:
         )
         checkpoint = pick_checkpoint(resume, Path(output_dir))
         if checkpoint is not None:
-            check_resumable(checkpoint, self.config, self.lora, steps)
+            check_resumable(checkpoint, self._model_id, self.config, self.lora, steps)
         rows = load_rows(dataset, split=split, language=language, token=self._location["token"])
         ensure_chat_template(self.tokenizer, rows)
         return self._run(arguments, rows, checkpoint)
@@ -289,6 +302,17 @@ def _check_range(name: str, value: Any, least: int) -> None:
         raise ConfigError(
             "config-value",
             f"{name}={value!r} must be a whole number from {least} up",
+            field=name,
+            value=value,
+        )
+
+
+def _check_share(name: str, value: Any, below: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0.0 <= value < below:
+        raise ConfigError(
+            "config-value",
+            f"{name}={value!r} must be a number from 0 to below {below:g}",
             field=name,
             value=value,
         )

@@ -265,6 +265,10 @@ def test_from_pretrained_refuses_an_adapter_as_base(tmp_path: Path) -> None:
         (ROWS, {"resume": "no-such"}, CheckpointError, "checkpoint-incomplete"),
         (ROWS, {"steps": 0}, ConfigError, "config-value"),
         (ROWS, {"seq_len": 0}, ConfigError, "config-value"),
+        (ROWS, {"batch_size": 0}, ConfigError, "config-value"),
+        (ROWS, {"accumulation": 0}, ConfigError, "config-value"),
+        (ROWS, {"learning_rate": "x"}, ConfigError, "config-value"),
+        (ROWS, {"seed": "a"}, ConfigError, "config-value"),
     ],
 )
 def test_train_refuses_before_weights_are_read(

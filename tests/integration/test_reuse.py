@@ -215,15 +215,20 @@ def test_evaluation_without_a_number_is_a_warning(
 
 
 def test_second_train_that_is_refused_keeps_the_trained_adapter(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = PorosTrainer.from_pretrained(tiny_model)
     rows = Dataset.from_list([{"text": f"row number {i}"} for i in range(8)])
     trainer.train(rows, steps=1, accumulation=1, output_dir=tmp_path / "run")
     with pytest.raises(RowsError):
         trainer.train(tmp_path / "missing.jsonl", output_dir=tmp_path / "run")
-    with pytest.raises((TypeError, ValueError)):
-        trainer.train(rows, steps=1, seed="a", output_dir=tmp_path / "run")
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise KeyError("planted")
+
+    monkeypatch.setattr("trl.SFTTrainer", refuse)
+    with pytest.raises(KeyError, match="planted"):
+        trainer.train(rows, steps=1, output_dir=tmp_path / "run")
     assert (trainer.save(tmp_path / "adapter") / "adapter_model.safetensors").is_file()
 
 

@@ -16,13 +16,15 @@ from poros_hf.errors import CheckpointError, ConfigError
 from poros_hf.hf.checkpoints import check_resumable, find_defect, pick_checkpoint
 
 LORA = LoraConfig(r=4, lora_alpha=8)
+BASE = "somebody/base"
 
 
 def write_checkpoint(folder: Path, step: int, saved_at: int) -> Path:
     path = folder / f"checkpoint-{step}"
     path.mkdir(parents=True)
     save_file({"a": torch.ones(2)}, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
+    adapter = {"r": 4, "lora_alpha": 8, "base_model_name_or_path": BASE}
+    (path / "adapter_config.json").write_text(json.dumps(adapter))
     for name in ("optimizer.pt", "scheduler.pt"):
         torch.save({"state": torch.ones(2)}, path / name)
     (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
@@ -95,7 +97,15 @@ def test_pick_checkpoint_refuses_a_given_path_that_is_not_complete(tmp_path):
 
 def test_check_resumable_lets_a_run_go_on_when_only_policy_differs(tmp_path):
     path = write_checkpoint(tmp_path, 10, 1)
-    check_resumable(path, PorosConfig(block_size=4, num_slots=3), LORA, steps=11)
+    check_resumable(path, BASE, PorosConfig(block_size=4, num_slots=3), LORA, steps=11)
+
+
+def test_check_resumable_names_another_base(tmp_path):
+    path = write_checkpoint(tmp_path, 10, 1)
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(path, "somebody/other", PorosConfig(), LORA, steps=20)
+    assert caught.value.slug == "resume-mismatch"
+    assert caught.value.details["differing"][0].startswith("base model")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +121,7 @@ def test_check_resumable_lets_a_run_go_on_when_only_policy_differs(tmp_path):
 def test_check_resumable_names_what_differs(config, lora, tmp_path, request):
     path = write_checkpoint(tmp_path, 10, 1)
     with pytest.raises(ConfigError) as caught:
-        check_resumable(path, config, lora, steps=20)
+        check_resumable(path, BASE, config, lora, steps=20)
     assert caught.value.slug == "resume-mismatch"
     (differing,) = caught.value.details["differing"]
     assert differing.split(":")[0] == request.node.callspec.id
@@ -121,6 +131,6 @@ def test_check_resumable_names_what_differs(config, lora, tmp_path, request):
 def test_check_resumable_refuses_when_no_step_is_left(steps, tmp_path):
     path = write_checkpoint(tmp_path, 10, 1)
     with pytest.raises(ConfigError) as caught:
-        check_resumable(path, PorosConfig(), LORA, steps=steps)
+        check_resumable(path, BASE, PorosConfig(), LORA, steps=steps)
     assert caught.value.slug == "resume-steps"
     assert (caught.value.details["steps"], caught.value.details["done_steps"]) == (steps, 10)
