@@ -44,11 +44,6 @@ def swap_class(layer: nn.Module, hold: BlockHold) -> None:
     layer.__class__ = _streamed_class(type(layer))
 
 
-def is_swapped(layer: nn.Module) -> bool:
-    """Tell whether `swap_class` has been applied to `layer`."""
-    return _HOLDER in vars(layer)
-
-
 _STREAMED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 

@@ -8,6 +8,7 @@ direction of travel and stages the blocks ahead; a wrong guess costs time, never
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +74,9 @@ class Streamer:
         self._poison = False
         self._views: list[BlockViews] = []
         self._set_plan(plan)
+        # Ahead of slots and store going: a copy that is under way would write into memory that is
+        # somebody else's by then. Idle devices do not wait.
+        weakref.finalize(self, runtime.drain)
 
     @property
     def plan(self) -> StreamPlan:

@@ -1,4 +1,4 @@
-"""The adapter on disk, compared with the adapter in memory after every save."""
+"""The adapter on disk, compared with the adapter in memory after every checkpoint."""
 
 from __future__ import annotations
 

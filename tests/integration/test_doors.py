@@ -168,3 +168,22 @@ def test_parameter_counts_equal_a_stock_model(
     ]
     assert counts[0] == counts[1]
     assert load_streamed().num_parameters() == load_stock(tiny_model).num_parameters()
+
+
+def test_our_loader_reads_one_tensor_at_a_time(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers.core_model_loading as loading
+
+    pools: list[Any] = []
+    spawn = loading.spawn_materialize
+
+    def note(thread_pool: Any, *args: Any, **kwargs: Any) -> Any:
+        pools.append(thread_pool)
+        return spawn(thread_pool, *args, **kwargs)
+
+    load_stock(tiny_model).save_pretrained(tiny_model.parent / "one-at-a-time")
+    monkeypatch.setattr(loading, "spawn_materialize", note)
+    poros_hf.from_pretrained(str(tiny_model.parent / "one-at-a-time"))
+    assert pools
+    assert set(pools) == {None}

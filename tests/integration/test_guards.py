@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from poros_hf import PorosStreaming
-from poros_hf.errors import TrainingGuardError
+from poros_hf.errors import TrainingGuardError, UnsupportedModelError
 from poros_hf.hf.adapter_file import check_saved_adapter
 from poros_hf.hf.session import find_session
 from poros_hf.slots import SlotState
@@ -222,3 +222,48 @@ def test_lora_on_one_projection_is_checked_too(
     )
     trainer.train()
     assert all(bool(parameter.any()) for parameter in lora_b(trainer.model))
+
+
+def test_training_stops_when_a_saved_adapter_is_spoiled(
+    load_streamed: Callable[..., Any], make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    class Spoil(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            (tmp_path / "run" / "checkpoint-1" / "adapter_model.safetensors").unlink()
+
+    trainer = make_trainer(
+        load_streamed(), callbacks=[Spoil(), PorosStreaming()], save_strategy="steps", save_steps=1
+    )
+    with pytest.raises(TrainingGuardError) as caught:
+        trainer.train()
+    assert caught.value.slug == "adapter-file"
+
+
+def test_loss_that_only_the_log_shows_stops_training(
+    load_streamed: Callable[..., Any], make_trainer: Callable[..., Any]
+) -> None:
+    callback = PorosStreaming()
+    trainer = make_trainer(load_streamed(), callbacks=[callback])
+    with pytest.raises(TrainingGuardError) as caught:
+        callback.on_log(trainer.args, trainer.state, None, logs={"loss": math.inf})
+    assert caught.value.slug == "loss-not-finite"
+
+
+def test_several_processes_without_the_callback_are_refused(
+    load_streamed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_streamed().train()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UnsupportedModelError) as caught:
+        model(torch.tensor([[1, 2, 3]]))
+    assert caught.value.slug == "ddp-needs-callback"
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_debug_of_the_callback_poisons_slots(
+    debug: bool, load_streamed: Callable[..., Any], make_trainer: Callable[..., Any]
+) -> None:
+    trainer = make_trainer(load_streamed(), callbacks=[PorosStreaming(debug=debug)])
+    trainer.train()
+    assert find_session(trainer.model).streamer._slots.poison is debug

@@ -182,3 +182,21 @@ def test_casting_a_streamed_model_is_refused_as_bitsandbytes_does(
     for cast in (lambda model: model.half(), lambda model: model.to(torch.float16)):
         with pytest.raises(ValueError, match=r"cast|not supported"):
             cast(load_streamed())
+
+
+def test_deleted_model_waits_for_copies_that_are_under_way(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import poros_hf.hf.quantizer
+    from poros_hf.runtime import CpuRuntime
+
+    runtime = CpuRuntime(lazy=True)
+    monkeypatch.setattr(poros_hf.hf.quantizer, "runtime_for", lambda device: runtime)
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model, quantization_config=PorosConfig(), dtype="bfloat16"
+    )
+    find_session(model).streamer._look_ahead(0)
+    assert runtime._queue
+    del model
+    gc.collect()
+    assert not runtime._queue

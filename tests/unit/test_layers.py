@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from poros_hf.layers import BlockHold, is_swapped, swap_class
+from poros_hf.layers import BlockHold, swap_class
 from poros_hf.slots import SlotState
 from poros_hf.streamer import Streamer
 from tests.unit.blocks import make_streamer
@@ -162,9 +162,3 @@ def test_two_layers_of_one_type_hold_their_own_blocks():
         swap_class(layer, BlockHold(streamer, block, lambda: None))
         layer(x())
     assert [layer.seen for layer in layers] == [[[0]], [[1]]]
-
-
-def test_is_swapped_tells_swapped_layers_from_others():
-    layer, streamer, _ = make_layer()
-    assert is_swapped(layer)
-    assert not is_swapped(Layer(streamer))

@@ -70,7 +70,7 @@ class Outcome:
 
 
 Artifact = tuple[Path, Mapping[str, Any]]
-FAILURES = (("status oom",), ("status error",))
+FAILURES = (("status oom",), ("status error",), ("status cancelled",))
 
 
 def load_claims(path: Path = CLAIMS_TOML) -> list[Claim]:
