@@ -76,6 +76,11 @@ class SlotPool:
             for index, size in enumerate(plan.slot_bytes)
         ]
         self.poison = False
+        # The memory may have been freed by kernels that are still to run: the first copy into a
+        # slot comes behind them, as later ones come behind its uses.
+        stream = runtime.current_stream()
+        for slot in self._slots:
+            runtime.record(slot.consumed, stream)
 
     @property
     def num_bytes(self) -> int:

@@ -230,6 +230,7 @@ def test_free_records_on_the_stream_that_used_the_slot():
 def test_free_records_once_when_uses_nest_on_one_stream():
     runtime = TwoStreamRuntime()
     pool = make_pool(runtime)
+    runtime.trace.clear()  # of making the slots
     pool.stage(0, content(0))
     streams = [pool.use(0), pool.use(0)]
     pool.free(0, streams[1])
@@ -322,3 +323,13 @@ def make_interruptible_pool():
     runtime = CpuRuntime()
     plan = StreamPlan(block_bytes=(4, 4), resident=(), num_slots=1)
     return SlotPool(plan, runtime), runtime
+
+
+def test_first_copy_waits_for_what_was_enqueued_when_the_slot_was_made():
+    runtime = CpuRuntime(keep_trace=True)
+    plan = StreamPlan(block_bytes=(4, 4), resident=(), num_slots=2)
+    pool = SlotPool(plan, runtime)
+    made = [("compute record", "consumed[0]"), ("compute record", "consumed[1]")]
+    assert runtime.trace == made
+    pool.stage(0, torch.zeros(4, dtype=torch.uint8))
+    assert runtime.trace[2] == ("copy wait", "consumed[0]")
