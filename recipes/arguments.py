@@ -1,196 +1,24 @@
-"""The command line of the recipes: every field of SFTConfig, LoraConfig and PorosConfig.
+"""`poros_hf/hf/arguments.py`, which reads the settings of recipes and of the command `poros`.
 
-A value comes from the command line, else from the file given as `--config`, else from the YAML
-file beside the recipe, else from the class that has the field. The YAML files hold the names of the
-command line and nothing else. Imports no poros_hf: the recipe that trains without it parses here.
+Loaded by its path: an import would bring the package in, which a resident run must not use.
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import json
+import importlib.util
 import sys
-import types
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING
 
-import torch
-import yaml
-from peft import LoraConfig
-from transformers import HfArgumentParser
-from transformers.hf_argparser import string_to_bool
-from trl import SFTConfig
+if TYPE_CHECKING:
+    from poros_hf.hf.arguments import Job, RunArguments, parse
+else:
+    # Finding a package does not import it; finding a module inside it would.
+    _package = importlib.util.find_spec("poros_hf")
+    _path = Path(_package.origin).parent / "hf" / "arguments.py"
+    _spec = importlib.util.spec_from_file_location("_run_arguments", _path)
+    _module = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(_module)
+    Job, RunArguments, parse = _module.Job, _module.RunArguments, _module.parse
 
-COMMAND_LINE_ONLY = "trust_remote_code"
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a command line and its YAML files say.
-
-    Attributes:
-        own: The recipe's own arguments.
-        training: Made first, because it assigns this process its device.
-        lora: The adapter.
-        streaming: The PorosConfig, or None where the recipe did not ask for one.
-    """
-
-    own: Any
-    training: SFTConfig
-    lora: LoraConfig
-    streaming: Any
-
-
-def parse(
-    own: type, streaming: type | None, defaults: Path | None, argv: list[str] | None = None
-) -> Job:
-    """Read the command line; a wrong key or value ends the process with the reason.
-
-    Args:
-        own: Dataclass of the arguments that are the recipe's own.
-        streaming: PorosConfig; None ignores what only PorosConfig knows, and says so.
-        defaults: YAML file whose values hold where nothing else is given.
-        argv: The command line, `sys.argv[1:]` by default.
-    """
-    parser, names = _make_parser(own, streaming)
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path)
-    given, tokens = first.parse_known_args(argv)
-    values: dict[str, Any] = {}
-    for path in (defaults, given.config):
-        if path is not None:
-            values |= _read_yaml(parser, path, is_strict=streaming is not None)
-    values.setdefault("use_cpu", not torch.cuda.is_available())
-    namespace, unknown = parser.parse_known_args([*_as_tokens(parser, values), *tokens])
-    _refuse_unknown(parser, unknown, is_strict=streaming is not None)
-    chosen = vars(namespace)
-    return Job(
-        own=own(**_pick(chosen, names[own])),
-        training=SFTConfig(**_pick(chosen, names[SFTConfig])),
-        lora=LoraConfig(**_pick(chosen, names[LoraConfig])),
-        streaming=streaming(**_pick(chosen, names[streaming])) if streaming else None,
-    )
-
-
-def _make_parser(
-    own: type, streaming: type | None
-) -> tuple[argparse.ArgumentParser, dict[type, list[str]]]:
-    """Return a parser, and which arguments make up an object of each class."""
-    parser = HfArgumentParser((own, SFTConfig), allow_abbrev=False)
-    parser.add_argument("--config", type=Path, help="YAML file with any of the names below")
-    names = {kind: [item.name for item in fields(kind) if item.init] for kind in (own, SFTConfig)}
-    for kind in (LoraConfig, streaming):
-        if kind is not None:
-            names[kind] = _add_fields(parser, kind)
-    return parser, names
-
-
-def _add_fields(parser: argparse.ArgumentParser, kind: type) -> list[str]:
-    """Add the fields of a dataclass whose types are too rich for HfArgumentParser.
-
-    Fields that take an object, such as LoraConfig's eva_config, are named in the help text and left
-    out. The others take a YAML value: `--target_modules [q_proj,v_proj]`.
-    """
-    hints = get_type_hints(kind)
-    readers = {item.name: _reader(hints[item.name]) for item in fields(kind) if item.init}
-    left_out = [name for name, reader in readers.items() if reader is None]
-    note = f"not on the command line: {', '.join(left_out)}" if left_out else None
-    group = parser.add_argument_group(kind.__name__, note)
-    for item in fields(kind):
-        reader = readers.get(item.name)
-        if reader is not None:
-            group.add_argument(
-                *sorted({f"--{item.name}", f"--{item.name.replace('_', '-')}"}, reverse=True),
-                type=reader,
-                default=argparse.SUPPRESS,
-                help=_help_text(item),
-            )
-    return [name for name in readers if name not in left_out]
-
-
-def _help_text(item: Any) -> str:
-    text = item.metadata.get("help", "")
-    unit = f" ({item.metadata['unit']})" if item.metadata.get("unit") else ""
-    default = "" if item.default is MISSING else f" Default: {item.default!r}."
-    return f"{text}{unit}{default}".replace("%", "%%")
-
-
-def _reader(hint: Any) -> Callable[[str], Any] | None:
-    """Return what turns a word of the command line into a value of type `hint`, or None."""
-    is_union = get_origin(hint) in (Union, types.UnionType)
-    kinds = [get_origin(kind) or kind for kind in (get_args(hint) if is_union else (hint,))]
-    if any(is_dataclass(kind) for kind in kinds) and dict not in kinds:
-        return None
-    if kinds == [bool]:
-        return string_to_bool  # type: ignore[no-any-return] # transformers is not typed
-    if kinds in ([int], [float]):
-        return kinds[0]  # type: ignore[no-any-return] # a type of the two
-    named = [kind for kind in kinds if kind not in (Literal, types.NoneType)]
-    if kinds == [Literal] or (named and all(issubclass(kind, str) for kind in named)):
-        return str
-    return _yaml_value
-
-
-def _yaml_value(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"not a YAML value: {text!r}") from error
-
-
-def _read_yaml(parser: argparse.ArgumentParser, path: Path, *, is_strict: bool) -> dict[str, Any]:
-    """Read a file of arguments; code from a repository is never allowed by a file."""
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        parser.error(f"{path} cannot be read: {error}")
-    if not isinstance(values, Mapping):
-        parser.error(f"{path} holds no mapping of names to values")
-    nested = values.get("model_init_kwargs") or {}
-    if COMMAND_LINE_ONLY in values or COMMAND_LINE_ONLY in nested:
-        parser.error(f"{COMMAND_LINE_ONLY} in {path}: it counts on the command line only")
-    known = {action.dest for action in parser._actions}
-    unknown = [str(key) for key in values if key not in known]
-    _refuse_unknown(parser, [f"--{key}" for key in unknown], is_strict=is_strict, source=path)
-    return {key: value for key, value in values.items() if key in known}
-
-
-def _as_tokens(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> list[str]:
-    """Write values as a command line, so that they are checked like one."""
-    actions = {action.dest: action for action in reversed(parser._actions)}
-    tokens: list[str] = []
-    for key, value in values.items():
-        if isinstance(value, list) and actions[key].nargs == "+":
-            tokens += [f"--{key}", *map(str, value)]
-        elif value is None or (isinstance(value, list) and actions[key].type is not _yaml_value):
-            parser.set_defaults(**{key: value})
-        else:
-            tokens.append(f"--{key}={value if isinstance(value, str) else json.dumps(value)}")
-    return tokens
-
-
-def _refuse_unknown(
-    parser: argparse.ArgumentParser,
-    words: Iterable[str],
-    *,
-    is_strict: bool,
-    source: Path | None = None,
-) -> None:
-    """End with the first word that is no argument, and name the nearest that is."""
-    known = [option for action in parser._actions for option in action.option_strings]
-    where = f" in {source}" if source else ""
-    for word in words:
-        name = word.partition("=")[0]
-        if not is_strict:
-            print(f"not used without streaming: {name}{where}", file=sys.stderr)
-            continue
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0].removeprefix('--')}?" if near else "; see --help"
-        parser.error(f"unknown: {name.removeprefix('--')}{where}{hint}")
-
-
-def _pick(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: values[name] for name in names if name in values}
+__all__ = ["Job", "RunArguments", "parse"]

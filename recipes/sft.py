@@ -14,11 +14,11 @@ Base models whose tokenizer has no chat template get the plain one of `poros_hf.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from arguments import Job, parse
+from arguments import Job, RunArguments, parse
 from transformers import AutoTokenizer, set_seed
 from trl import SFTTrainer
 
@@ -26,19 +26,6 @@ from poros_hf import PorosConfig, PorosStreaming, from_pretrained
 from poros_hf.hf.loader import read_config
 from poros_hf.hf.rows import ensure_chat_template, load_rows
 from poros_hf.planner import block_size, plan_stream
-
-
-@dataclass(kw_only=True)
-class Arguments:
-    """What this script can be told beyond SFTConfig, LoraConfig and PorosConfig."""
-
-    model: str = field(metadata={"help": "Hub identifier, or folder of a checkpoint"})
-    dataset: str = field(metadata={"help": "Hub identifier, or file or folder of rows"})
-    eval_dataset: str | None = field(
-        default=None, metadata={"help": "the same, for the rows that --eval_strategy needs"}
-    )
-    split: str = field(default="train", metadata={"help": "which part of a data set with several"})
-    language: str = field(default="en", metadata={"help": "which trees of OpenAssistant to keep"})
 
 
 def describe(job: Job, model_config: Any, rows: Any) -> str:
@@ -100,7 +87,7 @@ def train(job: Job) -> None:
 
 
 def main(defaults: Path | None = None, argv: list[str] | None = None) -> None:
-    train(parse(Arguments, PorosConfig, defaults, argv))
+    train(parse(RunArguments, PorosConfig, defaults, argv))
 
 
 if __name__ == "__main__":

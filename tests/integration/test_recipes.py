@@ -12,7 +12,6 @@ from typing import Any
 
 import arguments
 import pytest
-import sft
 import sft_smollm2
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
@@ -62,7 +61,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(*words: str, defaults: Path | None = RECIPES / "sft_32b.yaml") -> arguments.Job:
-    return arguments.parse(sft.Arguments, PorosConfig, defaults, list(words))
+    return arguments.parse(arguments.RunArguments, PorosConfig, defaults, list(words))
 
 
 def read_yaml(folder: Path, **values: Any) -> arguments.Job:
