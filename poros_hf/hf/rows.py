@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from datasets import (
 from datasets.exceptions import DatasetsError
 
 from poros_hf.errors import RowsError
+from poros_hf.hf.row_files import FILE_FORMATS, find_defect, kind_name, places
 from poros_hf.hub import looks_like_path
 
 logger = logging.getLogger(__name__)
 
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 # What SFTTrainer trains on; a row needs all columns of one of them.
 COLUMN_SETS = (
     ("messages",),
@@ -33,6 +34,9 @@ COLUMN_SETS = (
     ("text",),
     ("input_ids",),
 )
+# Alpaca's columns, which are turned into the third of these; `input` may be missing or empty.
+ALPACA_COLUMNS = ("instruction", "output")
+_ALPACA_INPUT = "input"
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "messages": list,
     "conversations": list,
@@ -40,7 +44,12 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "completion": (str, list),
     "text": str,
     "input_ids": list,
+    "instruction": str,
+    "output": str,
 }
+_MAY_BE_EMPTY = {"prompt"}
+_MESSAGE_KEYS = (("role", "content"), ("from", "value"))
+_ROWS_TO_KNOW_COLUMNS = 100
 _TREE_COLUMNS = {"message_id", "parent_id", "role", "text", "lang", "rank"}
 _ROLES = {"prompter": "user", "assistant": "assistant"}
 
@@ -70,12 +79,21 @@ def load_rows(
 
     Returns:
         A Dataset or IterableDataset with the columns of one of `COLUMN_SETS`, and one row or more.
+        Rows of Alpaca's columns become prompts and completions of one message each.
 
     Raises:
         RowsError: There is no such data, it cannot be read, is empty, has other columns, or rows
-            without a value.
+            with no value, an empty one or one of another kind; the first are named, by file and
+            line where there are lines.
     """
     rows = _pick_split(_open(source, split, token), split)
+    try:
+        return _checked(source, rows, split, language)
+    except UnicodeDecodeError as error:  # only now looked at by pyarrow
+        raise _not_readable(_name(source), error) from error
+
+
+def _checked(source: Any, rows: Any, split: str, language: str) -> Any:
     first = next(iter(rows), None)
     if first is not None and set(first) >= _TREE_COLUMNS:
         rows = best_conversations(rows, language)
@@ -88,8 +106,9 @@ def load_rows(
             remedies=["check the file", "name another split or language"],
             source=_name(source),
         )
-    _check_columns(source, rows, first)
-    return rows
+    columns = _find_columns(source, rows)
+    _check_values(source, rows, columns)
+    return _from_alpaca(rows) if columns == ALPACA_COLUMNS else rows
 
 
 def best_conversations(messages: Iterable[Any], language: str) -> Dataset:
@@ -157,6 +176,7 @@ def _open(source: Any, split: str, token: str | bool | None) -> Any:
             f"rows are given as a {type(source).__name__}",
             remedies=["pass a name, a path or a datasets.Dataset (see Dataset.from_list)"],
             source=_name(source),
+            line=None,
         )
     path = Path(source)
     if path.is_file():
@@ -177,6 +197,7 @@ def _open_file(path: Path) -> Any:
             f"{path}: the ending {path.suffix!r} is not one of {', '.join(FILE_FORMATS)}",
             remedies=["convert the file, or rename it to what it is"],
             source=str(path),
+            line=None,
         )
     if path.stat().st_size == 0:
         return Dataset.from_list([])
@@ -232,51 +253,107 @@ def _pick_split(rows: Any, split: str) -> Any:
     return rows[split]
 
 
-def _check_values(source: Any, rows: Any, columns: tuple[str, ...]) -> None:
-    """Refuse rows without a value in a column that is trained on; streams are not read through."""
-    if not isinstance(rows, Dataset):
-        return
-    empty = [
-        number
-        for number, row in enumerate(rows.select_columns(list(columns)), 1)
-        if any(value is None or value == [] for value in row.values())
-    ]
-    if empty:
-        shown = ", ".join(map(str, empty[:5])) + (" ..." if len(empty) > 5 else "")
-        raise RowsError(
-            "rows-incomplete",
-            f"{len(empty)} of {len(rows)} rows of {_name(source)} have nothing in "
-            f"{' or '.join(columns)}: rows {shown}",
-            remedies=["fill or remove these rows (Dataset.filter)"],
-            source=_name(source),
-            num_incomplete=len(empty),
-            first=empty[0],
-        )
-
-
-def _check_columns(source: Any, rows: Any, row: Any) -> None:
-    fitting = {name for name, kinds in _KINDS.items() if isinstance(row.get(name), kinds)}
-    for wanted in COLUMN_SETS:
-        if set(wanted) <= fitting:
-            return _check_values(source, rows, wanted)
-    found = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
-    known = "; ".join(" and ".join(wanted) for wanted in COLUMN_SETS)
+def _find_columns(source: Any, rows: Any) -> tuple[str, ...]:
+    """Return the columns to train on: of the first form that one of the first rows has."""
+    head = list(islice(iter(rows), _ROWS_TO_KNOW_COLUMNS))
+    for wanted in (*COLUMN_SETS, ALPACA_COLUMNS):
+        if any(all(isinstance(row.get(name), _KINDS[name]) for name in wanted) for row in head):
+            return wanted
+    found = ", ".join(f"{name} ({kind_name(value)})" for name, value in head[0].items())
+    known = "; ".join(" and ".join(wanted) for wanted in (*COLUMN_SETS, ALPACA_COLUMNS))
     raise RowsError(
         "rows-columns",
         f"{_name(source)} has the columns {found}; needed are those of one of: {known} (text, or "
         "lists of messages; input_ids: a list of tokens)",
         remedies=["rename columns (Dataset.rename_columns)", "write rows with prompt, completion"],
         source=_name(source),
-        columns=list(row),
+        columns=list(head[0]),
     )
 
 
+def _check_values(source: Any, rows: Any, columns: tuple[str, ...]) -> None:
+    """Refuse rows that cannot be trained on as they are; streams are not read through."""
+    if not isinstance(rows, Dataset):
+        return
+    faults = {
+        index: fault
+        for index, row in enumerate(rows.select_columns(list(columns)))
+        if (fault := _find_fault(row)) is not None
+    }
+    if not faults:
+        return
+    shown = list(faults)[:5]
+    named = [
+        f"{place}: {faults[index]}"
+        for index, place in zip(shown, places(source, len(rows), shown), strict=True)
+    ]
+    more = f"\n  and {len(faults) - len(shown)} more" if len(faults) > len(shown) else ""
+    lines = "".join(f"\n  {line}" for line in named)
+    raise RowsError(
+        "rows-incomplete",
+        f"{len(faults)} of {len(rows)} rows of {_name(source)} cannot be trained on:{lines}{more}",
+        remedies=["correct or remove these rows (Dataset.filter)"],
+        source=_name(source),
+        num_incomplete=len(faults),
+        first=shown[0] + 1,
+        places=named,
+    )
+
+
+def _find_fault(row: dict[str, Any]) -> str | None:
+    """Say what keeps one row from being trained on, or None."""
+    for name, value in row.items():
+        if value is None:
+            return f"no {name!r}"
+        if not isinstance(value, _KINDS[name]):
+            return f"{name!r} is {kind_name(value)}"
+        if name not in _MAY_BE_EMPTY and (
+            not value or (isinstance(value, str) and value.isspace())
+        ):
+            return f"{name!r} is empty"
+        if isinstance(value, list) and name != "input_ids":
+            fault = next(filter(None, map(_find_message_fault, value)), None)
+            if fault is not None:
+                return f"{name!r} has {fault}"
+    return None
+
+
+def _find_message_fault(message: Any) -> str | None:
+    if not isinstance(message, dict):
+        return f"{kind_name(message)} among its messages"
+    for who, what in _MESSAGE_KEYS:
+        if message.get(who) is not None:
+            has_call = bool(message.get("tool_calls"))
+            return (
+                None if message.get(what) is not None or has_call else f"a message with no {what}"
+            )
+    return "a message with no 'role'"
+
+
+def _from_alpaca(rows: Any) -> Any:
+    """Turn instruction, input and output into a prompt and a completion of one message each."""
+
+    def convert(row: dict[str, Any]) -> dict[str, Any]:
+        parts = (row["instruction"], row.get(_ALPACA_INPUT))
+        question = "\n\n".join(part for part in parts if part)
+        return {
+            "prompt": [{"role": "user", "content": question}],
+            "completion": [{"role": "assistant", "content": row["output"]}],
+        }
+
+    return rows.map(convert, remove_columns=list(rows.column_names or ()))
+
+
 def _not_readable(source: str | Path, error: BaseException) -> RowsError:
+    path = Path(source)
+    defect = find_defect(path) if path.is_file() else None
+    where = f"{source}:{defect.line}" if defect else str(source)
     return RowsError(
         "rows-format",
-        f"{source} cannot be read: {_first_line(error)}",
+        f"{where} cannot be read: {defect.reason if defect else _first_line(error)}",
         remedies=["check that the content is what the ending says", "check the split"],
         source=str(source),
+        line=defect.line if defect else None,
     )
 
 

@@ -12,6 +12,7 @@ from datasets import Dataset, DatasetDict
 
 from poros_hf.errors import RowsError
 from poros_hf.hf import rows as rows_module
+from poros_hf.hf.row_files import find_defect, places
 from poros_hf.hf.rows import best_conversations, ensure_chat_template, load_rows
 from tests.tiny import byte_tokenizer
 
@@ -109,9 +110,9 @@ def test_load_rows_knows_the_columns_of_trl(columns: dict[str, Any]) -> None:
 
 
 def test_load_rows_names_the_columns_when_none_are_known() -> None:
-    error = refused(Dataset.from_list([{"instruction": "a", "output": "b"}]))
+    error = refused(Dataset.from_list([{"question": "a", "answer": "b"}]))
     assert error.slug == "rows-columns"
-    assert error.details["columns"] == ["instruction", "output"]
+    assert error.details["columns"] == ["question", "answer"]
 
 
 @pytest.mark.parametrize(
@@ -123,10 +124,10 @@ def test_load_rows_names_the_columns_when_one_is_of_another_kind(row: dict[str, 
 
 
 def test_load_rows_leaves_numbers_and_gaps_of_a_csv_file_text(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("prompt,completion\n1,NA\n2,\n")
+    (tmp_path / "rows.csv").write_text("prompt,completion\n1,NA\n,7\n")
     assert load_rows(tmp_path / "rows.csv").to_list() == [
         {"prompt": "1", "completion": "NA"},
-        {"prompt": "2", "completion": ""},
+        {"prompt": "", "completion": "7"},
     ]
 
 
@@ -229,6 +230,122 @@ def test_ensure_chat_template_gives_none_when_rows_are_text() -> None:
     tokenizer = byte_tokenizer()
     assert not ensure_chat_template(tokenizer, Dataset.from_list(ROWS))
     assert tokenizer.chat_template is None
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "Add.", "input": "1 1", "output": "2"},
+        {"instruction": "Add.\n\n1 1", "input": "", "output": "2"},
+        {"instruction": "Add.\n\n1 1", "input": None, "output": "2"},
+        {"instruction": "Add.\n\n1 1", "output": "2"},
+    ],
+    ids=["input", "empty-input", "null-input", "no-input"],
+)
+def test_load_rows_turns_alpaca_columns_into_messages(row: dict[str, Any]) -> None:
+    assert load_rows(Dataset.from_list([row])).to_list() == [
+        {
+            "prompt": [{"role": "user", "content": "Add.\n\n1 1"}],
+            "completion": [{"role": "assistant", "content": "2"}],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line", "reason"),
+    [
+        ("a.jsonl", '{"text": "a"}\n\n{"text":\n{"text": "c"}\n', 3, "no JSON"),
+        ("b.jsonl", '{"text": "a"}\n[1]\n', 2, "a list"),
+        ("c.json", '[{"text": "a"},\n\n {"text": "b"\n {"text": 3}]', 4, "no JSON"),
+        ("d.csv", "prompt,completion\na,b\n\nd,e,f\n", 4, "3 cells, where the header has 2"),
+        ("e.jsonl", '{"text": "a"}\n\n{"text": 3}\n', 3, "'text' is a number here and text on"),
+    ],
+    ids=["json-lines", "no-object", "json-array", "csv", "mixed-kinds"],
+)
+def test_load_rows_names_the_line_that_cannot_be_read(
+    name: str, content: str, line: int, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    error = refused(path)
+    assert (error.slug, error.details["line"]) == ("rows-format", line)
+    assert f"{path}:{line} cannot be read: {reason}" in str(error)
+
+
+def test_load_rows_names_the_line_that_is_not_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    assert f"{path}:2 cannot be read: not UTF-8" in str(refused(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("mixed.jsonl", '{"text": "a"}\n{"text": 3}\n', ":2: 'text' is a number"),
+        ("gap.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', ":2: no 'comple"),
+        ("blank.json", '[{"text": "a"},\n{"text": "b"},\n\n{"text": " "}]', ":4: 'text' is empty"),
+        ("blank.csv", 'prompt,completion\n"a\nb",c\nd,\n', ":4: 'completion' is empty"),
+        ("null.jsonl", '{"text": null}\n{"text": "a"}\n', ":1: no 'text'"),
+    ],
+    ids=["mixed-kinds", "missing", "array", "csv", "first"],
+)
+def test_load_rows_names_the_line_of_a_row_that_cannot_be_trained_on(
+    name: str, content: str, place: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    error = refused(path)
+    assert error.slug == "rows-incomplete"
+    assert f"{path}{place}" in str(error)
+
+
+def test_load_rows_counts_rows_that_cannot_be_trained_on(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n' + '{"text": ""}\n' * 7)
+    error = refused(path)
+    assert error.details["num_incomplete"] == 7
+    assert f"{path}:6: " in str(error)
+    assert f"{path}:7: " not in str(error)
+    assert "and 2 more" in str(error)
+
+
+def test_load_rows_names_the_number_of_a_row_where_a_file_has_no_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    Dataset.from_list([{"text": "a"}, {"text": ""}]).to_parquet(path)
+    assert "row 2: 'text' is empty" in str(refused(path))
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["hello", {"content": "hello"}, {"role": "user"}, {"from": "human", "value": None}],
+    ids=["text", "no-role", "no-content", "no-value"],
+)
+def test_load_rows_names_a_conversation_whose_message_is_none(message: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"messages": CHAT}, {"messages": [message]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert f"{path}:2: 'messages' has " in str(refused(path))
+
+
+def test_places_are_numbers_when_rows_were_regrouped(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert places(path, 2, [1]) == [f"{path}:2"]
+    assert places(path, 1, [0]) == ["row 1"]
+
+
+def test_find_defect_finds_none_in_a_file_that_is_sound(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a", "n": null}\n{"text": "b", "n": 1}\n')
+    assert find_defect(path) is None
+
+
+def test_find_defect_names_a_column_of_two_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n{"text": ["b"]}\n')
+    defect = find_defect(path)
+    assert defect is not None
+    assert (defect.line, defect.reason) == (2, "'text' is a list here and text on line 1")
 
 
 @pytest.mark.parametrize("gap", [None, []], ids=["nothing", "empty-list"])
