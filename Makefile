@@ -18,7 +18,7 @@ READY := $(VENV)/.complete
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install quality test test-full test-gpu demo claims check-tables check build clean ci
+.PHONY: help install quality test test-full test-gpu demo validate claims check-tables check build clean ci
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -48,6 +48,9 @@ test-gpu: $(READY)  ## the tests that need a GPU, the result kept as an artifact
 
 demo: $(READY)  ## fine-tune SmolLM2, streamed and resident, and compare
 	@$(PYTHON) recipes/demo.py --output $(OUTPUTS)/demo
+
+validate: $(READY)  ## run ARM=name[,name] of the limit protocol; without ARM, list them
+	$(PYTHON) -m validation.experiments.limit.run --arms "$(ARM)"
 
 claims: $(READY)  ## recompute every published number from its artifacts, and the tables from those
 	$(PYTHON) -m validation.harness.aggregate

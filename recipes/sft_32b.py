@@ -4,7 +4,7 @@
     accelerate launch recipes/sft_32b.py --model path/to/checkpoint --dataset rows.jsonl
 
 The defaults are in sft_32b.yaml.
-Claims: peak-32b-gb, step-over-resident-32b-512.
+Claims: recipe-peak-32b-gb, recipe-step-over-resident-32b-512.
 """
 
 from pathlib import Path

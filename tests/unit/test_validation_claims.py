@@ -82,6 +82,27 @@ def with_divisor(artifacts, *values, arm="toy-b"):
     return [*artifacts, (run.write(record, artifacts[0][0].parents[2]), record)]
 
 
+@pytest.mark.parametrize(
+    ("floor_ms", "limit_ms"), [(4.0, 8.0), (16.0, 16.0)], ids=["other arm", "own floor"]
+)
+def test_evaluate_divides_by_the_larger_of_floor_and_other_arm(tmp_path, floor_ms, limit_ms):
+    own = make_record(samples=[{"step": 1, "step_ms": 24.0, "floor_ms": floor_ms}])
+    other = make_record("toy-b", samples=[{"step": 1, "step_ms": 99.0, "busy_ms": 8.0}])
+    claim = replace(RATIO, over_field="busy_ms", floor_field="floor_ms")
+    found = [(run.write(record, tmp_path), record) for record in (own, other)]
+    value = aggregate.evaluate(claim, found).value
+    assert value["value"] == 24.0 / limit_ms
+    assert value["arm"] == "toy-a / toy-b"
+    assert len(value["artifacts"]) == 2
+
+
+def test_evaluate_names_the_run_that_lacks_the_field(artifacts):
+    outcome = aggregate.evaluate(replace(CLAIM, field="busy_ms"), artifacts)
+    assert outcome.value is None
+    assert "no busy_ms in" in outcome.reason
+    assert artifacts[0][0].name in outcome.reason
+
+
 def test_evaluate_divides_by_the_arm_that_over_names(artifacts):
     value = aggregate.evaluate(RATIO, with_divisor(artifacts, 7.0, 7.0)).value
     assert value["value"] == 0.5

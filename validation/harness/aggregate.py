@@ -54,6 +54,8 @@ class Claim:
     requires: tuple[str, ...] = ()  # checks that must be true in every run
     control: str | None = None  # arm that must reach the goal as well, or there is no value
     over: str | None = None  # arm to divide by: the value is a ratio of the two arms
+    over_field: str | None = None  # field of that arm, where it is another
+    floor_field: str | None = None  # own field; divide by it where it is larger than the other arm
     scale: float = 1.0  # what one unit of the claim is, in units of the field
     since: str | None = None  # commit; runs of code without it are about something else
     goal: str = "equal"
@@ -131,26 +133,34 @@ def _evaluate_ratio(
     claim: Claim, divisor: str, artifacts: Sequence[Artifact], root: Path
 ) -> Outcome:
     """Divide the value of one arm by that of another; the spread is the widest there can be."""
-    parts = []
-    for arm in (claim.arm, divisor):
-        part = evaluate(replace(claim, arm=arm, over=None, control=None), artifacts, root)
-        if part.value is None:
-            return Outcome(None, f"{arm}: {part.reason}")
-        parts.append(part.value)
-    upper, lower = parts
+    own = replace(claim, over=None, control=None)
+    parts = {
+        claim.arm: own,
+        divisor: replace(own, arm=divisor, field=claim.over_field or claim.field),
+    }
+    if claim.floor_field is not None:
+        parts[f"{claim.floor_field} of {claim.arm}"] = replace(own, field=claim.floor_field)
+    found = []
+    for name, part in parts.items():
+        outcome = evaluate(part, artifacts, root)
+        if outcome.value is None:
+            return Outcome(None, f"{name}: {outcome.reason}")
+        found.append(outcome.value)
+    upper, *lowers = found
+    lower = max(lowers, key=lambda value: float(value["value"]))
     if lower["spread"][0] <= 0:
         return Outcome(None, f"{divisor} is {lower['spread'][0]:g}, which nothing is divided by")
     return Outcome(
         {
             "value": upper["value"] / lower["value"],
             "unit": claim.unit,
-            "artifacts": [*upper["artifacts"], *lower["artifacts"]],
-            "repeats": min(upper["repeats"], lower["repeats"]),
+            "artifacts": list(dict.fromkeys(path for part in found for path in part["artifacts"])),
+            "repeats": min(part["repeats"] for part in found),
             "spread": [
                 upper["spread"][0] / lower["spread"][1],
                 upper["spread"][1] / lower["spread"][0],
             ],
-            "arm": f"{upper['arm']} / {lower['arm']}",
+            "arm": f"{upper['arm']} / {lowers[0]['arm']}",
         }
     )
 
@@ -173,6 +183,9 @@ def _evaluate_chosen(claim: Claim, chosen: Sequence[Artifact]) -> Outcome:
     ]
     if failed:
         return Outcome(None, f"required check failed: {'; '.join(failed)}")
+    blank = [path.name for path, record in chosen if not _column(claim, record)]
+    if blank:
+        return Outcome(None, f"no {claim.field} in {', '.join(blank)}")
     values = [_aggregate_run(claim, record) for _, record in chosen]
     return Outcome(
         {
@@ -187,8 +200,11 @@ def _evaluate_chosen(claim: Claim, chosen: Sequence[Artifact]) -> Outcome:
 
 
 def _aggregate_run(claim: Claim, record: Mapping[str, Any]) -> float:
-    column = [sample[claim.field] for sample in record["samples"] if claim.field in sample]
-    return AGGREGATES[claim.aggregate](column) / claim.scale
+    return AGGREGATES[claim.aggregate](_column(claim, record)) / claim.scale
+
+
+def _column(claim: Claim, record: Mapping[str, Any]) -> list[float]:
+    return [sample[claim.field] for sample in record["samples"] if claim.field in sample]
 
 
 def _relative(path: Path) -> str:

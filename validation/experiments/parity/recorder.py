@@ -15,6 +15,8 @@ from transformers import TrainerCallback
 from validation.experiments.parity.recipe import gradient_file
 from validation.experiments.parity.shard import write_shard
 
+_COMMON_POOL = (0, 0)
+
 
 def peak_host_bytes() -> int:
     """Return the largest resident set of this process so far, VmHWM.
@@ -34,6 +36,22 @@ def memory_bytes() -> dict[str, int]:
         free, total = torch.cuda.mem_get_info()
         figures["device_used_bytes"] = total - free
     return figures
+
+
+def graph_pool_bytes() -> int:
+    """Return the device memory of private allocator pools, which CUDA graphs live in.
+
+    A replay does not pass the allocator, so `max_memory_allocated` is blind to what it uses. The
+    walk over all segments takes milliseconds: keep it out of what is timed.
+    """
+    if not torch.cuda.is_available():
+        return 0
+    segments = torch.cuda.memory_snapshot()
+    return sum(
+        segment["total_size"]
+        for segment in segments
+        if tuple(segment["segment_pool_id"]) != _COMMON_POOL
+    )
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

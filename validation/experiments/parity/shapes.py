@@ -31,6 +31,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
     },
+    "14b": {
+        **_QWEN,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
     "32b": {
         **_QWEN,
         "hidden_size": 5120,

@@ -2,9 +2,10 @@
 
     python -m validation.experiments.recipe_32b.run --budget-s 400
 
-The checkpoint and the rows are made in a work folder and deleted with it. Every arm is a fresh
-process under `accelerate launch`. The resident arm is first; the streamed one ends before the
-budget is spent, whatever step it has reached. See validation/protocols/recipe-32b.md.
+The checkpoint and the rows are made in a work folder and deleted with it; `--checkpoint` takes one
+that the limit protocol made. Every arm is a fresh process under `accelerate launch`. The resident
+arm is first; the streamed one ends before the budget is spent, whatever step it has reached.
+See validation/protocols/recipe-32b.md.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ NUM_WARMUP = 5
 _CLOSING_S = 15.0
 _RESIDENT_S = 120.0
 Side = Literal["streamed", "resident"]
+SIDES: tuple[Side, Side] = ("resident", "streamed")
 FEWEST_STEPS: Mapping[Side, int] = {"streamed": 100, "resident": 20}
 
 
@@ -155,6 +157,13 @@ def make_model(shape: str, num_layers: int | None, work: Path) -> Model:
     return describe_model(path, f"qwen2.5 {shape} shape, random weights")
 
 
+def find_model(options: argparse.Namespace, work: Path) -> Model:
+    """Return the checkpoint that the command line names, or one that is made here."""
+    if options.checkpoint is None:
+        return make_model(options.shape, options.layers, work)
+    return describe_model(options.checkpoint, f"qwen2.5 {options.shape} shape, random weights")
+
+
 def make_rows(options: argparse.Namespace, work: Path) -> tuple[Path, dict[str, str]]:
     """Write as many rows of random tokens as the streamed arm takes."""
     recipe = Recipe(rows="random", num_steps=options.num_steps, seq_len=options.seq_len)
@@ -170,7 +179,7 @@ def report(record: schema.Record) -> str:
     figures = [
         f"{name} {summary[name]['median']:.4g} ({summary[name]['min']:.4g} to"
         f" {summary[name]['max']:.4g})"
-        for name in ("step_ms", "peak_allocated_bytes", "peak_host_bytes")
+        for name in ("step_ms", "peak_bytes", "peak_host_bytes")
         if name in summary
     ]
     failed = [name for name, passed in record["checks"].items() if not passed]
@@ -186,6 +195,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=NEEDED_GB, default="32b")
     parser.add_argument("--layers", type=int, help="default: all of the shape")
+    parser.add_argument("--checkpoint", type=Path, help="of that shape; default: made here")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--num-steps", type=int, default=200, help="of the streamed arm")
     parser.add_argument("--num-resident-steps", type=int, default=30)
     parser.add_argument("--fewest-steps", type=int, help="of either arm; default: the protocol's")
@@ -216,13 +227,12 @@ def main(arguments: list[str] | None = None) -> int:
             },
             work=work,
             machine=machine,
-            model=make_model(options.shape, options.layers, work),
+            model=find_model(options, work),
             rows=rows,
             data=data,
             end=end,
         )
-        sides: tuple[Side, Side] = ("resident", "streamed")
-        records = [bench.run_arm(side, options.artifacts) for side in sides]
+        records = [bench.run_arm(side, options.artifacts) for side in options.sides]
     finally:
         shutil.rmtree(work)
     print(*map(report, records), sep="\n")

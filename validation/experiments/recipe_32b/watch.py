@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from validation.experiments.parity.recorder import memory_bytes
+from validation.experiments.parity.recorder import graph_pool_bytes, memory_bytes
 
 _LORA_FIELDS = ("r", "lora_alpha", "lora_dropout", "bias", "use_rslora")
 
@@ -19,7 +19,8 @@ class StepWatch(TrainerCallback):  # type: ignore[misc] # transformers is not ty
     """Keeps time, tokens, loss, transfers and memory of every step; imports no poros_hf.
 
     `step_ms` is the wall time from one `on_step_begin` to the next, so the last step has none. The
-    first steps have `warmup_step_ms` in its place. Memory peaks are never reset.
+    first steps have `warmup_step_ms` in its place. Memory peaks are never reset. `peak_bytes` is
+    the largest allocated plus the pools of CUDA graphs, looked at when the allocator has grown.
 
     Args:
         num_warmup: Steps whose time stands apart.
@@ -41,6 +42,8 @@ class StepWatch(TrainerCallback):  # type: ignore[misc] # transformers is not ty
         self._begin = 0.0
         self._moved_before = 0
         self._tokens_before = 0.0
+        self._pool_bytes = 0
+        self._reserved_bytes = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         """Keep what the run was told; find the streamer of a streamed model."""
@@ -70,7 +73,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc] # transformers is not ty
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note transfers and memory; end the training when its time is over."""
-        self.samples[-1] |= memory_bytes()
+        self.samples[-1] |= self._memory_bytes()
         if self._streamer is not None:
             self.samples[-1]["h2d_bytes"] = self._moved_bytes() - self._moved_before
         if len(self.samples) >= self._num_steps or time.time() > self._stop_at:
@@ -81,6 +84,17 @@ class StepWatch(TrainerCallback):  # type: ignore[misc] # transformers is not ty
         self._take_logs(state)
         if self._streamer is not None:
             self.resolved["plan"] = asdict(self._streamer.plan)
+
+    def _memory_bytes(self) -> dict[str, int]:
+        figures = memory_bytes()
+        if "peak_allocated_bytes" not in figures:
+            return figures
+        if figures["peak_reserved_bytes"] > self._reserved_bytes:
+            self._reserved_bytes = figures["peak_reserved_bytes"]
+            self._pool_bytes = max(self._pool_bytes, graph_pool_bytes())
+        figures["graph_pool_bytes"] = self._pool_bytes
+        figures["peak_bytes"] = figures["peak_allocated_bytes"] + self._pool_bytes
+        return figures
 
     def _moved_bytes(self) -> int:
         return 0 if self._streamer is None else int(self._streamer.moved_bytes)

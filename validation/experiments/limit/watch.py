@@ -1,0 +1,48 @@
+"""The watch of a limit arm: that of recipe-32b, and one step more under the profiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from validation.experiments.recipe_32b.watch import StepWatch
+from validation.experiments.timeline.record import StepProfile, StepProfiler
+
+
+class LimitWatch(StepWatch):
+    """Keeps a sample of every step; the step behind the timed ones is profiled, and has no time.
+
+    Args:
+        num_warmup: Steps whose time stands apart.
+        num_steps: Steps before the profiled one.
+        stop_at: Time (`time.time()`) after which no further step begins.
+        link_gbps: Measured host-to-device rate, 1e9 bytes per second; None without a GPU.
+
+    Attributes:
+        profile: What the device did in the profiled step; None where it was not reached.
+    """
+
+    def __init__(
+        self, num_warmup: int, num_steps: int, stop_at: float, link_gbps: float | None
+    ) -> None:
+        super().__init__(num_warmup, num_steps + 1, stop_at)
+        self.profile: StepProfile | None = None
+        self._num_timed = num_steps
+        self._link_gbps = link_gbps
+        self._profiler: StepProfiler | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """As the base; the profiler starts ahead of the last step."""
+        super().on_step_begin(args, state, control)
+        if len(self.samples) > self._num_timed:
+            self._profiler = StepProfiler()
+            self._profiler.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """As the base, with the least time that the link needs for what the plan must move."""
+        if self._profiler is not None:
+            self.profile = self._profiler.stop()
+            self.samples[-1] |= self.profile.figures()
+        if self._streamer is not None and self._link_gbps is not None:
+            least_bytes = self._streamer.plan.moved_bytes_per_step
+            self.samples[-1]["link_floor_ms"] = least_bytes / self._link_gbps / 1e6
+        super().on_step_end(args, state, control)

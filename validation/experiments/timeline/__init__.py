@@ -1,0 +1,1 @@
+"""What copies and compute do over one step: see protocols/timeline.md."""
