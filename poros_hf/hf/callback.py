@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from poros_hf.config import CONFIG_FILE, PorosConfig, require_config
 from poros_hf.errors import ConfigError, UnsupportedModelError
 from poros_hf.hf.adapter_file import check_saved_adapter
+from poros_hf.hf.callback_order import LogFigures, insert_before_trackers
 from poros_hf.hf.guards import AdapterGuard, LossGuard, check_logged_loss
 from poros_hf.hf.refusals import refuse_adapters, refuse_arguments
 from poros_hf.hf.session import QUANTISED_HERE, StreamSession, find_session
@@ -64,6 +65,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         require_config(config)
         self._config = config
         self._debug = debug
+        self._figures = LogFigures(self._transfer_figures)
         self._session: StreamSession | None = None
         self._loss: LossGuard | None = None
         self._adapters: AdapterGuard | None = None
@@ -102,6 +104,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         self._attach(args, state, model)
 
     def _attach(self, args: Any, state: Any, model: Any) -> None:
+        insert_before_trackers(self._figures)
         session = find_session(model)
         refuse_arguments(args)
         refuse_adapters(model)
@@ -183,16 +186,9 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the transfer figures to what Trainer logs and keeps in its history."""
-        if logs is None or self._session is None:
-            return
-        check_logged_loss(logs, state.global_step)
-        if "loss" not in logs:
-            return
-        figures = self._transfer_figures()
-        logs.update(figures)
-        if state.log_history:
-            state.log_history[-1].update(figures)
+        """Look at a loss that some trainers hide until now; LogFigures adds the figures."""
+        if logs is not None:
+            check_logged_loss(logs, state.global_step)
 
     def on_save(
         self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any
