@@ -64,7 +64,9 @@ class PorosConfig:
         "auto", "Rows that go through a layer at a time; auto is the whole batch.", "rows"
     )
     nf4_load_strategy: str = _option(
-        "auto", "How a checkpoint is read: auto or standard (transformers' own reader)."
+        "auto",
+        "How poros_hf.from_pretrained reads: streamed (in bounded memory, nothing is mapped), "
+        "standard (transformers' own reader), auto (streamed where it can; the log says which).",
     )
     host_memory: str = _option(
         "auto",
@@ -138,8 +140,6 @@ class PorosConfig:
             )
             if getattr(self, name) != default
         ]
-        if self.nf4_load_strategy == "streamed":
-            asked.append("nf4_load_strategy='streamed'")
         if asked:
             raise ConfigError(
                 "config-later",

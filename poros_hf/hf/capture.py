@@ -84,8 +84,25 @@ class ModelCapture:
         """Tell whether the parameter of this name is streamed."""
         return name in self._block_of_weight
 
+    @property
+    def store(self) -> HostStore:
+        """The store, until it is sealed by `finish`."""
+        return self._store
+
+    @property
+    def device(self) -> torch.device:
+        """The device that will compute, and that quantises."""
+        return self._runtime.device
+
+    def place(self, name: str, part: str) -> tuple[str, str]:
+        """Return entry and tensor name in the store for one part of a weight that it wants."""
+        path = name.removesuffix(".weight")
+        return block_key(self._block_of_weight[name]), f"{path}.{part}"
+
     def take(self, name: str, weight: Any) -> Any:
         """Put a quantised weight into the store and return its placeholder.
+
+        Parts that a reader has filled in already are left alone.
 
         Raises:
             UnsupportedModelError: The weight is not NF4 as it was planned for.
@@ -93,7 +110,9 @@ class ModelCapture:
         """
         path = name.removesuffix(".weight")
         packed, tensors = take_apart(path, weight, self._tables)
-        self._store.write(block_key(self._block_of_weight[name]), tensors)
+        key = block_key(self._block_of_weight[name])
+        rest = {part: t for part, t in tensors.items() if not self._store.is_written(key, part)}
+        self._store.write(key, rest)
         self._weights[name] = packed
         return placeholder(weight)
 
@@ -120,6 +139,10 @@ class ModelCapture:
         for layer, block in zip(self._layers, self._block_of_layer, strict=True):
             self._bind(layer, block, session)
         return session
+
+    def close(self) -> None:
+        """Give the page lock back after a load that failed; idempotent."""
+        self._store.close()
 
     def _bind(self, layer: DecoderLayer, block: int, session: StreamSession) -> None:
         for path, module in quantised_linears(layer):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,11 @@ from poros_hf.hf.adapter_file import ADAPTER_CONFIG
 from poros_hf.hf.adapter_repo import AdapterRepository, is_adapter, rebuild
 from poros_hf.hf.decoder import auto_class
 from poros_hf.hf.quantizer import PrequantisedConfig
+from poros_hf.hf.streamed import streamed_reading
 from poros_hf.hf.weight_files import check_local_files
 from poros_hf.hub import Repository, looks_like_path
+
+logger = logging.getLogger(__name__)
 
 # What AutoConfig needs to find the same checkpoint that AutoModel will load.
 _LOCATION_KEYS = (
@@ -144,8 +149,32 @@ def _load_base(model_id: str, config: PorosConfig, **kwargs: Any) -> Any:
     if getattr(model_config, "quantization_config", None) is None:
         kwargs["quantization_config"] = config
     # Reading ahead fills the device with tensors that wait to be captured.
-    with environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"):
+    with environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"), _reader(config, kwargs):
         return auto_class(model_config).from_pretrained(model_id, config=model_config, **kwargs)
+
+
+def _reader(config: PorosConfig, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+    """Return the context that reads as `nf4_load_strategy` says, and log which one it is.
+
+    Raises:
+        ConfigError: Streamed reading was asked for and the weights do not come from safetensors.
+    """
+    strategy = config.nf4_load_strategy
+    others = sorted(kwargs.keys() & _OTHER_WEIGHTS)
+    if others and strategy == "streamed":
+        raise ConfigError(
+            "load-strategy",
+            f"nf4_load_strategy='streamed' reads safetensors files, and {', '.join(others)} was "
+            "given",
+            remedies=["leave it out", "set nf4_load_strategy='auto'"],
+            arguments=others,
+        )
+    if others or strategy == "standard":
+        why = f"{', '.join(others)} was given" if others else "nf4_load_strategy says so"
+        logger.info("loading with transformers' own reader: %s", why)
+        return nullcontext()
+    logger.info("loading with the streamed reader (nf4_load_strategy=%r)", strategy)
+    return streamed_reading()
 
 
 def _repository(name: str, kwargs: dict[str, Any]) -> Repository:

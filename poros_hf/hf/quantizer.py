@@ -139,8 +139,11 @@ class PorosHfQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc] # transformers
         self, model: Any, device_map: Any, **kwargs: Any
     ) -> None:
         from poros_hf.hf.capture import ModelCapture
+        from poros_hf.hf.streamed import refuse_other_reader
         from poros_hf.nf4 import WeightFormat
 
+        if self.poros_config.nf4_load_strategy == "streamed":
+            refuse_other_reader()
         # Both doors pass here, with all files on this machine and none of them open.
         check_files(kwargs.get("checkpoint_files") or [], is_quantised=self.pre_quantized)
         super()._process_model_before_weight_loading(model, device_map, **kwargs)

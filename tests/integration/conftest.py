@@ -13,6 +13,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
+import poros_hf.reading
 from poros_hf import PorosConfig
 from tests.tiny import write_tiny_model
 
@@ -53,6 +54,7 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(transformers.modeling_utils, "safe_open", refuse)
+    monkeypatch.setattr(poros_hf.reading, "ShardFile", refuse)
 
 
 def _lora(wish: LoraConfig | bool | None) -> LoraConfig | None:

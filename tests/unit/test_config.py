@@ -82,7 +82,7 @@ def test_config_refuses_by_name_when_a_quantization_comes_later(value):
 
 @pytest.mark.parametrize(
     "values",
-    [{"vram_budget": "8GB"}, {"micro_batch_size": 2}, {"nf4_load_strategy": "streamed"}],
+    [{"vram_budget": "8GB"}, {"micro_batch_size": 2}],
 )
 def test_config_refuses_by_name_when_an_option_comes_later(values):
     assert slug_of(**values) == "config-later"
