@@ -10,16 +10,18 @@ if TYPE_CHECKING:
     from poros_hf.config import PorosConfig
     from poros_hf.hf.callback import PorosStreaming
     from poros_hf.hf.loader import from_pretrained
+    from poros_hf.hf.planning import plan
     from poros_hf.hf.trainer import PorosTrainer
 
 __version__ = importlib.metadata.version("poros-hf")
-__all__ = ["PorosConfig", "PorosStreaming", "PorosTrainer", "from_pretrained"]
+__all__ = ["PorosConfig", "PorosStreaming", "PorosTrainer", "from_pretrained", "plan"]
 
 _HOMES = {
     "PorosConfig": "poros_hf.config",
     "PorosStreaming": "poros_hf.hf.callback",
     "PorosTrainer": "poros_hf.hf.trainer",
     "from_pretrained": "poros_hf.hf.loader",
+    "plan": "poros_hf.hf.planning",
 }
 
 

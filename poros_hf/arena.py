@@ -16,13 +16,6 @@ from poros_hf.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT_BYTES = 256
-
-
-def align_up(num_bytes: int) -> int:
-    """Round up to the alignment that every tensor in the arena and in a slot has."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
 
 class HostArena:
     """Host memory of an exact size, page-locked where the runtime has a device.

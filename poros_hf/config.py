@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from poros_hf.errors import ConfigError
 from poros_hf.hub import Repository, write_atomic
+from poros_hf.units import parse_bytes
 
 CONFIG_FILE = "poros_config.json"
 SCHEMA_VERSION = 1
@@ -54,12 +55,22 @@ class PorosConfig:
         "auto", "Decoder layers per streamed block, the unit of fetch; auto is 1.", "layers"
     )
     num_slots: int | Auto = _option(
-        "auto", "Blocks the device holds at a time for streaming; auto is 2.", "blocks"
+        "auto",
+        "Blocks the device holds at a time for streaming; auto is 2, or 1 where 2 do not fit.",
+        "blocks",
     )
     resident_blocks: int | Auto = _option(
-        "auto", "Blocks that stay on the device, spread evenly; auto is 0.", "blocks"
+        "auto",
+        "Blocks that stay on the device, spread evenly; auto is what vram_budget has room for, and "
+        "0 keeps the output head off it as well.",
+        "blocks",
     )
-    vram_budget: str | Auto = _option("auto", "Device memory to plan for.", "bytes")
+    vram_budget: int | str = _option(
+        "auto",
+        "Device memory that training may take, such as 12GiB or 8 GB; what is left of it holds "
+        "resident blocks. auto is what is free on the card less a margin.",
+        "bytes",
+    )
     micro_batch_size: int | Auto = _option(
         "auto", "Rows that go through a layer at a time; auto is the whole batch.", "rows"
     )
@@ -87,7 +98,25 @@ class PorosConfig:
         self._check_switch("double_quant")
         for name, least in (("block_size", 1), ("num_slots", 1), ("resident_blocks", 0)):
             self._check_count(name, least)
+        self._check_budget()
         self._refuse_later_options()
+
+    @property
+    def vram_budget_bytes(self) -> int | None:
+        """`vram_budget` in bytes, None for auto."""
+        return None if self.vram_budget == "auto" else parse_bytes(self.vram_budget)
+
+    def _check_budget(self) -> None:
+        try:
+            parse_bytes(1 if self.vram_budget == "auto" else self.vram_budget)
+        except ValueError as error:
+            raise ConfigError(
+                "config-value",
+                f"vram_budget: {error}",
+                remedies=["leave it at 'auto', or name a size with its unit"],
+                field="vram_budget",
+                value=self.vram_budget,
+            ) from error
 
     def _check_quantization(self) -> None:
         value: object = self.quantization
@@ -134,17 +163,14 @@ class PorosConfig:
     def _refuse_later_options(self) -> None:
         asked = [
             f"{name}={getattr(self, name)!r}"
-            for name, default in (
-                ("vram_budget", "auto"),
-                ("micro_batch_size", "auto"),
-            )
-            if getattr(self, name) != default
+            for name in ("micro_batch_size",)
+            if getattr(self, name) != "auto"
         ]
         if asked:
             raise ConfigError(
                 "config-later",
                 f"{', '.join(asked)}: not in this version",
-                remedies=["leave it at its default", "set num_slots and resident_blocks by hand"],
+                remedies=["leave it at its default"],
             )
 
     def to_dict(self) -> dict[str, Any]:

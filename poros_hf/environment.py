@@ -52,6 +52,31 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Memory of the current CUDA device as it is now.
+
+    Attributes:
+        free_bytes: Of the whole card, as the driver says.
+        allocated_bytes: In use by tensors of this process.
+        reserved_bytes: Held by this process's allocator, what is in use included.
+        peak_allocated_bytes: Most that was in use since the counter was reset.
+        limit_bytes: What this process may reserve at most.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_allocated_bytes: int
+    limit_bytes: int
+
+    @property
+    def available_bytes(self) -> int:
+        """What this process could reserve in all: its own and what is free, up to its limit."""
+        return min(self.free_bytes + self.reserved_bytes, self.limit_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
     """The host as one record, for reports and artifacts."""
 
@@ -175,6 +200,21 @@ def read_gpu() -> Gpu | None:
         total_bytes=properties.total_memory,
         compute_capability=f"{properties.major}.{properties.minor}",
         cuda_version=str(torch.version.cuda),
+    )
+
+
+def read_device_memory() -> DeviceMemory | None:
+    """Read the memory of the current CUDA device, or None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return DeviceMemory(
+        total_bytes=total,
+        free_bytes=free,
+        allocated_bytes=torch.cuda.memory_allocated(),
+        reserved_bytes=torch.cuda.memory_reserved(),
+        peak_allocated_bytes=torch.cuda.max_memory_allocated(),
+        limit_bytes=int(torch.cuda.get_per_process_memory_fraction() * total),
     )
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from poros_hf.arena import HostArena, align_up
+from poros_hf.arena import HostArena
 from poros_hf.errors import CheckpointError, StreamStateError, name_offenders
 from poros_hf.runtime import Runtime
+from poros_hf.units import align_up
 
 EMBEDDING = "embedding"
 HEAD = "head"

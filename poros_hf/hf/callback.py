@@ -12,10 +12,13 @@ from torch import nn
 from transformers import TrainerCallback
 
 from poros_hf.config import CONFIG_FILE, PorosConfig, require_config
+from poros_hf.environment import read_device_memory
 from poros_hf.errors import ConfigError, UnsupportedModelError
+from poros_hf.fitting import Plan, without_excess
 from poros_hf.hf.adapter_file import check_saved_adapter
 from poros_hf.hf.callback_order import LogFigures, insert_before_trackers
 from poros_hf.hf.guards import AdapterGuard, LossGuard, check_logged_loss
+from poros_hf.hf.planning import final_plan
 from poros_hf.hf.refusals import refuse_adapters, refuse_arguments
 from poros_hf.hf.session import QUANTISED_HERE, StreamSession, find_session
 from poros_hf.hf.towers import refuse_tower_adapters
@@ -76,6 +79,12 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         self._moved_at_step_begin = 0
         self._moved_in_steps = 0
         self._is_stepping = False
+        self._plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that training began with; None where there was no budget to plan for."""
+        return self._plan
 
     @property
     def report(self) -> StreamReport:
@@ -119,7 +128,14 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         _hide_from_ddp(model)
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: Any = None, **kwargs: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        model: Any = None,
+        train_dataloader: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Make the final plan, start the guards and say in one line what will be streamed.
 
@@ -135,7 +151,10 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
             logger.warning("an interrupted pass had left blocks in use; they are free again")
         if self._debug:
             streamer.enable_poison()
-        streamer.replan(plan_stream(streamer.plan.block_bytes, self._config_in_use()))
+        config, blocks = self._config_in_use(), streamer.plan.block_bytes
+        rows = getattr(train_dataloader, "dataset", None)
+        self._plan = final_plan(model, config, blocks, args, rows)
+        streamer.replan(self._plan.stream if self._plan else plan_stream(blocks, config))
         streamer.take_times()
         self._step = self._first_step = state.global_step
         self._moved_at_start = self._moved_at_log = streamer.moved_bytes
@@ -170,7 +189,9 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
             self._adapters.after_step(was_skipped=skipped)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the step and what it moved."""
+        """Count the step and what it moved; after the first one, correct the plan if need be."""
+        if state.global_step == self._first_step + 1:
+            self._correct_plan()
         self._step = state.global_step
         if self._is_stepping:
             moved = self._require_session().streamer.moved_bytes - self._moved_at_step_begin
@@ -215,6 +236,24 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
                 self._write_config(Path(args.output_dir))
             except OSError as error:
                 logger.warning("%s was not written: %s", CONFIG_FILE, error)
+
+    def _correct_plan(self) -> None:
+        """Give up resident blocks if the first step took more memory than was foreseen."""
+        memory = read_device_memory()
+        if self._plan is None or memory is None:
+            return
+        stream = without_excess(self._plan, memory.peak_allocated_bytes)
+        if stream is None:
+            return
+        logger.warning(
+            "the first step took %s of device memory, %s were foreseen: resident blocks go from "
+            "%d to %d",
+            format_bytes(memory.peak_allocated_bytes),
+            format_bytes(self._plan.device.total),
+            len(self._plan.stream.resident),
+            len(stream.resident),
+        )
+        self._require_session().streamer.replan(stream)
 
     def _write_config(self, folder: Path) -> None:
         """Write the config that rebuilds this base; none describes FP4, which others have made."""
@@ -294,7 +333,7 @@ def _log_plan(session: StreamSession) -> None:
     plan = streamer.plan
     if plan.moved_bytes_per_step == 0:
         logger.warning(
-            "all %d blocks fit into the slots (%s on the device): nothing is streamed. Lower "
+            "all %d blocks stay on the device (%s): nothing is streamed. Lower vram_budget, "
             "block_size, num_slots or resident_blocks to save device memory.",
             plan.num_blocks,
             format_bytes(streamer.slot_bytes),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,11 @@ def refuse_written(layers: list[DecoderLayer]) -> None:
         )
 
 
-def refuse_unquantised(layers: list[DecoderLayer], bytes_per_weight: int) -> None:
+def refuse_unquantised(
+    layers: list[DecoderLayer],
+    bytes_per_weight: int,
+    is_packed: Callable[[nn.Module], bool] | None = None,
+) -> None:
     """Refuse decoders whose bytes would mostly stay 16-bit, above all fused experts.
 
     Linear layers that stay 16-bit are on the checkpoint's or the model's own skip list; those are
@@ -121,11 +125,12 @@ def refuse_unquantised(layers: list[DecoderLayer], bytes_per_weight: int) -> Non
     Args:
         layers: Their linear layers are 4-bit; on the meta device or loaded.
         bytes_per_weight: Of the type the rest is loaded in.
+        is_packed: Tells a module that is, or will be, 4-bit; by default one that is.
 
     Raises:
         UnsupportedModelError: The offenders are named, with the bytes that would stay.
     """
-    share = _count_weights(layers, bytes_per_weight)
+    share = _count_weights(layers, bytes_per_weight, is_packed or _is_four_bit)
     stays = share.not_linear
     if share.packed == 0:
         stays = {**stays, **share.skipped}
@@ -158,14 +163,16 @@ class _Share:
     skipped: dict[str, int] = field(default_factory=dict)
 
 
-def _count_weights(layers: list[DecoderLayer], bytes_per_weight: int) -> _Share:
+def _count_weights(
+    layers: list[DecoderLayer], bytes_per_weight: int, is_packed: Callable[[nn.Module], bool]
+) -> _Share:
     share = _Share()
     for layer in layers:
         for name, module in layer.module.named_modules():
             if ".lora_" in f".{name}":
                 continue  # an adapter's, not the base's
-            if _is_four_bit(module):
-                share.packed += module.in_features * module.out_features
+            if is_packed(module):
+                share.packed += int(module.in_features) * int(module.out_features)
                 continue
             counted = share.skipped if isinstance(module, nn.Linear) else share.not_linear
             for own, parameter in module.named_parameters(recurse=False):

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from poros_hf import arena as arena_module
-from poros_hf.arena import ALIGNMENT_BYTES, HostArena, align_up
+from poros_hf.arena import HostArena
 from poros_hf.environment import HostMemory
 from poros_hf.errors import CapacityError, HostSetupError
 from poros_hf.runtime import CpuRuntime
+from poros_hf.units import ALIGNMENT_BYTES, align_up
 
 
 class LockRecorder(CpuRuntime):

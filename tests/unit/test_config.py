@@ -18,6 +18,7 @@ OTHER = PorosConfig(
     resident_blocks=2,
     nf4_load_strategy="standard",
     host_memory="pinned",
+    vram_budget="11.5 GiB",
 )
 
 
@@ -75,6 +76,22 @@ def test_config_refuses_a_value_that_is_not_a_choice(name, value):
     assert slug_of(**{name: value}) == "config-value"
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("auto", None), ("12GiB", 12 * 2**30), ("8 GB", 8 * 10**9), ("0.5gib", 2**29), (7, 7)],
+)
+def test_config_reads_a_budget_with_its_unit(value, expected):
+    assert PorosConfig(vram_budget=value).vram_budget_bytes == expected
+
+
+@pytest.mark.parametrize("value", ["12", "GiB", "0GB", "-1GB", "8 gigs", 0, -5, True, 1.5, None])
+def test_config_refuses_a_budget_that_is_no_size(value):
+    with pytest.raises(ConfigError) as caught:
+        PorosConfig(vram_budget=value)
+    assert caught.value.slug == "config-value"
+    assert caught.value.details == {"field": "vram_budget", "value": value}
+
+
 @pytest.mark.parametrize("value", ["bf16", "int8"])
 def test_config_refuses_by_name_when_a_quantization_comes_later(value):
     assert slug_of(quantization=value) == "quantization-later"
@@ -82,7 +99,7 @@ def test_config_refuses_by_name_when_a_quantization_comes_later(value):
 
 @pytest.mark.parametrize(
     "values",
-    [{"vram_budget": "8GB"}, {"micro_batch_size": 2}],
+    [{"micro_batch_size": 2}],
 )
 def test_config_refuses_by_name_when_an_option_comes_later(values):
     assert slug_of(**values) == "config-later"
@@ -105,7 +122,6 @@ def test_other_config_of_the_round_trip_differs_in_all_fields_that_can():
         "schema_version",
         "quant_method",
         "quantization",
-        "vram_budget",
         "micro_batch_size",
     }
 

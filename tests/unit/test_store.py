@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from poros_hf.arena import ALIGNMENT_BYTES
 from poros_hf.errors import CheckpointError, HostSetupError, StreamStateError
 from poros_hf.runtime import CpuRuntime
 from poros_hf.store import (
@@ -17,6 +16,7 @@ from poros_hf.store import (
     block_key,
     total_bytes,
 )
+from poros_hf.units import ALIGNMENT_BYTES
 from tests.unit.blocks import block_specs, block_tensors, holds_block, make_store, raw
 
 ODD = [

@@ -25,6 +25,7 @@ from validation.experiments.parity.shapes import SHAPES, qwen_config
 from validation.harness import aggregate, repository, schema
 
 FAR = time.time() + 1e6
+STREAMED = {"resident_blocks": 0}
 
 
 @pytest.mark.parametrize("name", PROTOCOL)
@@ -46,13 +47,22 @@ def test_protocol_has_every_arm_that_a_claim_needs() -> None:
     ("name", "expected"),
     [
         ("32b-resident-512", {"streaming": None, "batch_size": 1, "num_steps": 200}),
-        ("32b-block4-512", {"streaming": {"block_size": 4}, "num_steps": 200}),
-        ("7b-auto-2048", {"streaming": {}, "seq_len": 2048, "num_steps": 30}),
+        (
+            "32b-block4-512",
+            {"streaming": {"block_size": 4, **STREAMED}, "num_steps": 200},
+        ),
+        ("7b-auto-2048", {"streaming": STREAMED, "seq_len": 2048, "num_steps": 30}),
         ("7b-kept-512", {"streaming": {"block_size": 1, "resident_blocks": 28}}),
         ("32b_l16-auto-4x512", {"num_layers": 16, "batch_size": 4, "accumulation_steps": 1}),
         ("32b-auto-8a512", {"batch_size": 1, "accumulation_steps": 8, "num_steps": 30}),
-        ("32b-layermajor-8x512", {"streaming": {"micro_batch_size": 1}, "batch_size": 8}),
-        ("72b-auto-512-under6gb", {"streaming": {}, "limit_gb": 6, "num_steps": 30}),
+        (
+            "32b-layermajor-8x512",
+            {"streaming": {"micro_batch_size": 1, **STREAMED}, "batch_size": 8},
+        ),
+        (
+            "72b-auto-512-under6gb",
+            {"streaming": STREAMED, "limit_gb": 6, "num_steps": 30},
+        ),
         ("32b-budget24gb-512", {"streaming": {"vram_budget": "24GB"}, "limit_gb": 24}),
         ("32b-auto-rising-under12gb", {"seq_len": None, "limit_gb": 12, "num_steps": 20}),
     ],

@@ -216,5 +216,5 @@ def test_defaults_of_the_driver_are_those_of_the_protocol() -> None:
 def test_settings_of_the_driver_are_arguments_of_the_recipe(bench: driver.Bench) -> None:
     words = bench._command("streamed", FAR)
     names = [word[2:] for word in words[words.index("--") + 1 :] if word.startswith("--")]
-    known = set(SFTConfig.__dataclass_fields__) | {"model", "dataset"}
+    known = set(SFTConfig.__dataclass_fields__) | {"model", "dataset", "resident_blocks"}
     assert set(names) <= known

@@ -99,6 +99,8 @@ class Bench:
             *("--output_dir", str(self.work / f"{side}-adapter")),
             # One row a step, as the claims say; the same schedule on both sides.
             *("--gradient_accumulation_steps", "1", "--max_length", str(self.seq_len)),
+            # Else the spare memory of a large card holds the whole base.
+            *("--resident_blocks", "0"),
             *("--max_steps", str(self.num_steps["streamed"])),
             *("--logging_steps", "1", "--disable_tqdm", "true"),
         ]
