@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -35,6 +35,7 @@ from validation.experiments.parity.shard import write_shard
 INIT_STD = 0.02
 _LAYERS_PER_SHARD = 4
 Tensors = dict[str, torch.Tensor]
+Pack = Callable[[str, torch.Tensor], Tensors]
 
 
 def nf4_config() -> BitsAndBytesConfig:
@@ -67,7 +68,12 @@ class RandomWeights:
         return weight.normal_(mean, INIT_STD, generator=self._generator)
 
 
-def make_layer(config: Qwen2Config, index: int, weights: RandomWeights) -> Tensors:
+def keep_linear(prefix: str, weight: torch.Tensor) -> Tensors:
+    """Return a weight as it is, under its name in a 16-bit checkpoint."""
+    return {f"{prefix}.weight": weight}
+
+
+def make_layer(config: Qwen2Config, index: int, weights: RandomWeights, pack: Pack) -> Tensors:
     """Return the tensors of one decoder layer."""
     hidden, inner = config.hidden_size, config.intermediate_size
     head = hidden // config.num_attention_heads
@@ -83,7 +89,7 @@ def make_layer(config: Qwen2Config, index: int, weights: RandomWeights) -> Tenso
         ("mlp.up_proj", inner, hidden),
         ("mlp.down_proj", hidden, inner),
     ):
-        tensors |= pack_linear(f"{prefix}.{name}", weights.normal(num_out, num_in))
+        tensors |= pack(f"{prefix}.{name}", weights.normal(num_out, num_in))
     for name, size in (("q", hidden), ("k", keys), ("v", keys)):
         tensors[f"{prefix}.self_attn.{name}_proj.bias"] = weights.normal(size)
     for name in ("input_layernorm", "post_attention_layernorm"):
@@ -91,7 +97,7 @@ def make_layer(config: Qwen2Config, index: int, weights: RandomWeights) -> Tenso
     return tensors
 
 
-def _shards(config: Qwen2Config, weights: RandomWeights) -> Iterator[Tensors]:
+def _shards(config: Qwen2Config, weights: RandomWeights, pack: Pack) -> Iterator[Tensors]:
     hidden, vocabulary = config.hidden_size, config.vocab_size
     yield {
         "model.embed_tokens.weight": weights.normal(vocabulary, hidden),
@@ -101,23 +107,30 @@ def _shards(config: Qwen2Config, weights: RandomWeights) -> Iterator[Tensors]:
     for first in range(0, config.num_hidden_layers, _LAYERS_PER_SHARD):
         shard: Tensors = {}
         for index in range(first, min(first + _LAYERS_PER_SHARD, config.num_hidden_layers)):
-            shard |= make_layer(config, index, weights)
+            shard |= make_layer(config, index, weights, pack)
         yield shard
 
 
-def write_random(config: Qwen2Config, out: Path, device: torch.device, seed: int = 0) -> int:
-    """Write a checkpoint of random weights and return its bytes."""
+def write_random(
+    config: Qwen2Config, out: Path, device: torch.device, seed: int = 0, *, in_16_bits: bool = False
+) -> int:
+    """Write a checkpoint of random weights and return its bytes.
+
+    With `in_16_bits` the weights are those that the NF4 checkpoint was quantised from.
+    """
     out.mkdir(parents=True)
+    pack = keep_linear if in_16_bits else pack_linear
     count = 2 + -(-config.num_hidden_layers // _LAYERS_PER_SHARD)
     weight_map: dict[str, str] = {}
     total = 0
-    for number, shard in enumerate(_shards(config, RandomWeights(device, seed)), 1):
+    for number, shard in enumerate(_shards(config, RandomWeights(device, seed), pack), 1):
         name = f"model-{number:05d}-of-{count:05d}.safetensors"
         total += write_shard(shard, out / name)
         weight_map |= dict.fromkeys(shard, name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    config.quantization_config = nf4_config()
+    if not in_16_bits:
+        config.quantization_config = nf4_config()
     config.save_pretrained(out)
     save_tokenizer(out)
     return total
@@ -149,6 +162,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", choices=SHAPES)
     what.add_argument("--source", type=Path, help="folder of a 16-bit checkpoint")
+    parser.add_argument("--in-16-bits", action="store_true", help="a shape, not quantised")
     parser.add_argument("--layers", type=int, help="decoder layers; default: the shape's own")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -158,7 +172,8 @@ def main() -> None:
     if arguments.source is not None:
         write_quantised(arguments.source, arguments.out, device)
     else:
-        write_random(qwen_config(arguments.shape, arguments.layers), arguments.out, device)
+        config = qwen_config(arguments.shape, arguments.layers)
+        write_random(config, arguments.out, device, in_16_bits=arguments.in_16_bits)
     total = sum(path.stat().st_size for path in arguments.out.glob("*.safetensors"))
     print(f"wrote {arguments.out}: {total / 1e9:.2f} GB in {time.perf_counter() - start:.1f} s")
 
