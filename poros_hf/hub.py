@@ -6,8 +6,10 @@ huggingface_hub is imported when a repository is asked for, not before.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,6 +100,29 @@ class Repository:
         except _hub_errors() as error:
             raise _translate(error, self, file) from error
         return str(commit.commit_url)
+
+    def check_writable(self, *, private: bool | None) -> None:
+        """Make the repository if it does not exist, which asks for the right to write to it.
+
+        Raises:
+            HubError: The Hub refuses it, or cannot be asked.
+        """
+        from huggingface_hub import HfApi
+
+        with self.translated("a new commit"):
+            HfApi(token=self.token).create_repo(self.name, exist_ok=True, private=private)
+
+    @contextlib.contextmanager
+    def translated(self, what: str) -> Iterator[None]:
+        """Turn what huggingface_hub raises in a `with` block into a HubError.
+
+        Args:
+            what: Is read or written, for the message.
+        """
+        try:
+            yield
+        except _hub_errors() as error:
+            raise _translate(error, self, what) from error
 
     def _download(self, file: str) -> Path:
         from huggingface_hub import hf_hub_download

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
 
 import poros_hf
-from poros_hf.cli import doctor
+from poros_hf.cli import doctor, train
+from poros_hf.errors import PorosError
+
+_COMMANDS = (doctor, train)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -16,12 +21,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"poros {poros_hf.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    doctor.register(commands)
+    for command in _COMMANDS:
+        command.register(commands)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
+    """Run one command and return its exit status: 1 where it was refused, and says why."""
     options = build_parser().parse_args(arguments)
-    status: int = options.run(options)
+    try:
+        status: int = options.run(options)
+    except PorosError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped: there was nothing to save yet", file=sys.stderr)
+        return 128 + signal.SIGINT
     return status

@@ -16,7 +16,7 @@ from peft import PeftConfig, PeftModel
 from safetensors import safe_open
 
 from poros_hf.config import CONFIG_FILE, PorosConfig
-from poros_hf.errors import CheckpointError, HubError
+from poros_hf.errors import CheckpointError, ConfigError, HubError
 from poros_hf.hf.adapter_file import ADAPTER_CONFIG, ADAPTER_FILE
 from poros_hf.hf.refusals import refuse_adapter
 from poros_hf.hub import Repository, looks_like_path
@@ -136,3 +136,22 @@ def rebuild(
 def _location(source: Repository) -> dict[str, Any]:
     values = asdict(source)
     return {"repo_or_dir": values.pop("name"), **values}
+
+
+def refuse_adapter_as_base(source: Repository) -> None:
+    """Refuse an adapter where a base model is needed.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    if is_adapter(source):
+        raise ConfigError(
+            "base-is-adapter",
+            f"{source.name} holds an adapter; training makes a new one on a base model",
+            remedies=[
+                "name the base model",
+                "to train this adapter on: poros_hf.from_pretrained(..., is_trainable=True), then "
+                "SFTTrainer with PorosStreaming",
+            ],
+            repository=source.name,
+        )

@@ -23,6 +23,7 @@ from poros_hf.hf.refusals import refuse_adapters, refuse_arguments
 from poros_hf.hf.session import QUANTISED_HERE, StreamSession, find_session
 from poros_hf.hf.towers import refuse_tower_adapters
 from poros_hf.planner import plan_stream
+from poros_hf.runtime import TransferTimes
 from poros_hf.units import GB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class StreamReport:
         moved_bytes: Host to device, evaluation included.
         steps: Optimizer steps.
         moved_bytes_per_step: Of the steps alone, evaluation left out; 0 before the first step.
+        overlap_percent: Share of the copy time that was hidden behind compute.
     """
 
     store_bytes: int
@@ -48,6 +50,7 @@ class StreamReport:
     moved_bytes: int
     steps: int
     moved_bytes_per_step: int
+    overlap_percent: float
 
 
 class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is not typed
@@ -74,6 +77,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         self._adapters: AdapterGuard | None = None
         self._step = 0
         self._first_step = 0
+        self._times = TransferTimes()
         self._moved_at_start = 0
         self._moved_at_log = 0
         self._moved_at_step_begin = 0
@@ -101,6 +105,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
             moved_bytes=streamer.moved_bytes - self._moved_at_start,
             steps=steps,
             moved_bytes_per_step=self._moved_in_steps // steps if steps else 0,
+            overlap_percent=round(self._times.overlap_percent, 1),
         )
 
     def on_init_end(
@@ -156,6 +161,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         self._plan = final_plan(model, config, blocks, args, rows)
         streamer.replan(self._plan.stream if self._plan else plan_stream(blocks, config))
         streamer.take_times()
+        self._times = TransferTimes()
         self._step = self._first_step = state.global_step
         self._moved_at_start = self._moved_at_log = streamer.moved_bytes
         self._moved_in_steps = 0
@@ -231,6 +237,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         if self._loss is not None:
             self._loss.check(wait=True)
         self._stop_watching()
+        self._take_times()
         if args.should_save:
             try:
                 self._write_config(Path(args.output_dir))
@@ -272,9 +279,18 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         kept = {name: getattr(loaded, name) for name in QUANTISED_HERE}
         return dataclasses.replace(self._config, **kept)
 
-    def _transfer_figures(self) -> dict[str, float]:
+    def _take_times(self) -> TransferTimes:
+        """Return the times since the last call, and add them to those of the run."""
+        times = self._require_session().streamer.take_times()
+        self._times = TransferTimes(
+            copy_ms=self._times.copy_ms + times.copy_ms,
+            stall_ms=self._times.stall_ms + times.stall_ms,
+        )
+        return times
+
+    def _transfer_figures(self, logs: dict[str, Any]) -> dict[str, float]:
         streamer = self._require_session().streamer
-        times = streamer.take_times()
+        times = self._take_times()
         moved = streamer.moved_bytes - self._moved_at_log
         self._moved_at_log = streamer.moved_bytes
         rate = moved / (times.copy_ms * 1e6) if times.copy_ms else 0.0

@@ -18,10 +18,10 @@ class LogFigures(TrainerCallback):  # type: ignore[misc] # transformers is not t
     """Adds figures to what is logged with a loss, for trackers and for Trainer's own history.
 
     Args:
-        figures: Makes the figures of a line; called once for each.
+        figures: Makes the figures of a line from what is in it; called once for each.
     """
 
-    def __init__(self, figures: Callable[[], dict[str, float]]) -> None:
+    def __init__(self, figures: Callable[[dict[str, Any]], dict[str, float]]) -> None:
         self._figures = figures
 
     def on_log(
@@ -36,7 +36,7 @@ class LogFigures(TrainerCallback):  # type: ignore[misc] # transformers is not t
         """Add the figures."""
         if logs is None or "loss" not in logs:
             return
-        figures = self._figures()
+        figures = self._figures(logs)
         logs.update(figures)
         if state.log_history:
             state.log_history[-1].update(figures)

@@ -76,7 +76,7 @@ def find_defect(path: Path) -> str | None:
 
 
 def check_resumable(
-    path: Path, base_model: str, config: PorosConfig, lora: Any, steps: int
+    path: Path, base_model: str, config: PorosConfig, lora: Any, steps: int | None
 ) -> None:
     """Refuse to go on from a checkpoint of another job.
 
@@ -85,7 +85,7 @@ def check_resumable(
         base_model: Folder or repository of the base that the run would train on.
         config: Of the run that wants to go on.
         lora: Its LoraConfig.
-        steps: Optimizer steps it is to have in the end.
+        steps: Optimizer steps it is to have in the end, or None where that is not known yet.
 
     Raises:
         ConfigError: Base or adapter were made otherwise, or nothing is left to train.
@@ -114,7 +114,7 @@ def check_resumable(
             differing=differing,
         )
     done = _step_of(path) or 0
-    if done >= steps:
+    if steps is not None and done >= steps:
         raise ConfigError(
             "resume-steps",
             f"{path} is at step {done}, and steps={steps} asks for no more: nothing is left",

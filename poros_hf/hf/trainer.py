@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, set_seed
 from poros_hf.config import PorosConfig, refuse_unknown
 from poros_hf.errors import ConfigError
 from poros_hf.hf.adapter_file import check_saved_adapter
-from poros_hf.hf.adapter_repo import is_adapter
+from poros_hf.hf.adapter_repo import refuse_adapter_as_base
 from poros_hf.hf.callback import PorosStreaming
 from poros_hf.hf.checkpoints import check_resumable, pick_checkpoint
 from poros_hf.hf.loader import from_pretrained, read_config, refuse_missing_folder
@@ -103,7 +103,7 @@ class PorosTrainer:
         }
         source = Repository(name=name, revision=revision, token=token)
         refuse_missing_folder(name)
-        _refuse_adapter_as_base(source)
+        refuse_adapter_as_base(source)
         check_local_files(source, read_config(name, config, **location))
         lora = LoraConfig(
             r=lora_rank,
@@ -191,6 +191,9 @@ class PorosTrainer:
             _check_range(name, number, 1)
         _check_range("seed", seed, 0)
         _check_share("learning_rate", learning_rate, math.inf)
+        from datasets import Dataset
+
+        from poros_hf.hf.preparation import prepare_rows
         from poros_hf.hf.rows import ensure_chat_template, load_rows
 
         arguments = self._arguments(
@@ -213,6 +216,8 @@ class PorosTrainer:
             check_resumable(checkpoint, self._model_id, self.config, self.lora, steps)
         rows = load_rows(dataset, split=split, language=language, token=self._location["token"])
         ensure_chat_template(self.tokenizer, rows)
+        if isinstance(rows, Dataset):
+            rows = prepare_rows(rows, self.tokenizer, arguments, dataset).rows
         return self._run(arguments, rows, checkpoint)
 
     def save(self, folder: str | Path) -> Path:
@@ -315,18 +320,4 @@ def _check_share(name: str, value: Any, below: float) -> None:
             f"{name}={value!r} must be a number from 0 to below {below:g}",
             field=name,
             value=value,
-        )
-
-
-def _refuse_adapter_as_base(source: Repository) -> None:
-    if is_adapter(source):
-        raise ConfigError(
-            "base-is-adapter",
-            f"{source.name} holds an adapter; PorosTrainer makes a new one on a base model",
-            remedies=[
-                "name the base model",
-                "to train this adapter on: poros_hf.from_pretrained(..., is_trainable=True), then "
-                "SFTTrainer with PorosStreaming",
-            ],
-            repository=source.name,
         )
