@@ -1,27 +1,45 @@
-"""One exact-size host allocation that the device can copy from."""
+"""One exact-size host allocation that the device can copy from.
+
+[Note: preparing] Pages come into being when they are first touched, and locking them takes as long
+again. Both happen on threads of their own while the checkpoint is read, so neither costs time. The
+memory can be written meanwhile: populating a page does not change what is in it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
+import os
+import threading
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from poros_hf.environment import read_host_memory
+from poros_hf.bounce import CopyRates
+from poros_hf.environment import read_host_memory, read_lock_limit
 from poros_hf.errors import CapacityError, HostSetupError
 from poros_hf.runtime import Runtime
 from poros_hf.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+_TOUCH_BYTES = 64 * 2**20
+_NUM_TOUCHERS = 4
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
+_MOST_PROBES = 8
+
 
 class HostArena:
     """Host memory of an exact size, page-locked where the runtime has a device.
 
-    The pages come from an anonymous shared mapping, so that a forked worker neither copies nor
-    duplicates them, and they go back to the system when the last view of them dies.
+    The pages belong to a file without a name in memory, which another process of the host could
+    map as well. Forked processes do not have them at all, so that DataLoader workers neither copy
+    nor count them. They go back to the system when the last view of them dies.
+
+    Large arenas are made ready in the background; `settle` waits for that.
 
     Args:
         num_bytes: Size; nothing is added and nothing rounded but to whole pages.
@@ -30,18 +48,42 @@ class HostArena:
 
     Raises:
         CapacityError: Less RAM is left than is asked for.
-        HostSetupError: Page-locking failed and `must_pin` is set.
+        HostSetupError: Page-locking failed and `must_pin` is set (for large arenas: in `settle`).
     """
 
     def __init__(self, num_bytes: int, runtime: Runtime, *, must_pin: bool = False) -> None:
         _check_ram(num_bytes)
         self.num_bytes = num_bytes
-        self._mapping = mmap.mmap(-1, max(num_bytes, 1))
+        self._must_pin = must_pin
+        self._mapping = _map(max(num_bytes, 1))
         self._buffer = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self.is_pinned = runtime.page_lock(self._buffer)
-        self._unlock = weakref.finalize(self, _unlock, runtime, self._buffer, self.is_pinned)
-        if not self.is_pinned:
-            self._report_unpinned(must_pin)
+        self._lock = _PageLock(runtime, self._buffer)
+        self._unlock = weakref.finalize(self, _PageLock.close, self._lock)
+        self._has_warned = False
+        if num_bytes <= _TOUCH_BYTES:
+            self.settle()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the memory is page-locked; waits until that is known."""
+        self._lock.wait()
+        return self._lock.is_locked
+
+    def settle(self) -> None:
+        """Wait until the memory is ready, and say so if it could not be page-locked; idempotent.
+
+        Raises:
+            HostSetupError: Page-locking failed and `must_pin` is set.
+        """
+        self._lock.wait()
+        if not self._lock.is_locked and (self._must_pin or not self._has_warned):
+            self._has_warned = True
+            self._report_unpinned()
+
+    def check(self) -> None:
+        """Raise what `settle` would, if it is known already; never waits."""
+        if self._must_pin and self._lock.has_ended:
+            self.settle()
 
     def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
         """Return uint8 [num_bytes] over the arena's memory, with a storage of its own.
@@ -63,9 +105,14 @@ class HostArena:
         """Release the page lock; idempotent. Copies from the arena must have finished."""
         self._unlock()
 
-    def _report_unpinned(self, must_pin: bool) -> None:
-        text = f"cannot page-lock {format_bytes(self.num_bytes)} of host memory"
-        if must_pin:
+    def _report_unpinned(self) -> None:
+        lockable = self._lock.lockable_bytes
+        text = (
+            f"cannot page-lock the host store: needed {format_bytes(self.num_bytes)}, lockable "
+            f"about {format_bytes(lockable)}, short by {format_bytes(self.num_bytes - lockable)} "
+            f"(ulimit -l: {_describe_limit()})"
+        )
+        if self._must_pin:
             self.close()
             raise HostSetupError(
                 "page-lock",
@@ -75,17 +122,117 @@ class HostArena:
                     "set host_memory='auto' to go on with slower pageable memory",
                 ],
                 needed_bytes=self.num_bytes,
+                lockable_bytes=lockable,
+                short_bytes=self.num_bytes - lockable,
             )
         logger.warning(
-            "%s; going on with pageable memory, which copies several times slower and does not "
-            "overlap with compute. Set host_memory='pinned' to make this an error.",
+            "%s; going on %s. Set host_memory='pinned' to make this an error.",
             text,
+            self._lock.describe_fallback(),
         )
 
 
-def _unlock(runtime: Runtime, buffer: torch.Tensor, is_pinned: bool) -> None:
-    if is_pinned:
-        runtime.page_unlock(buffer)
+class _PageLock:
+    """Touches and locks the memory of one arena, at once or on a thread of its own."""
+
+    def __init__(self, runtime: Runtime, buffer: torch.Tensor) -> None:
+        self.is_locked = False
+        self.lockable_bytes = 0
+        self.fallback: CopyRates | None = None
+        self._runtime = runtime
+        self._buffer = buffer
+        self._process = os.getpid()
+        self._is_cancelled = threading.Event()
+        self._background: Future[None] | None = None
+        if buffer.numel() <= _TOUCH_BYTES:
+            self._lock()
+            return
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="poros-lock")
+        self._background = thread.submit(self._touch_and_lock)
+        thread.shutdown(wait=False)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._background is None or self._background.done()
+
+    def wait(self) -> None:
+        if self._background is not None:
+            self._background.result()
+
+    def describe_fallback(self) -> str:
+        if self.fallback is None:
+            return "with pageable memory, which copies slower and not beside compute"
+        return (
+            f"through small page-locked buffers, at {self.fallback.bounced_gbps:.1f} GB/s in place "
+            f"of {self.fallback.locked_gbps:.1f} GB/s"
+        )
+
+    def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked process has neither the pages nor the lock
+        self._is_cancelled.set()
+        self.wait()
+        if self.is_locked:
+            self.is_locked = False
+            self._runtime.page_unlock(self._buffer)
+
+    def _touch_and_lock(self) -> None:
+        self._touch()
+        if not self._is_cancelled.is_set():
+            self._lock()
+
+    def _lock(self) -> None:
+        self.is_locked = self._runtime.page_lock(self._buffer)
+        if not self.is_locked:
+            self.lockable_bytes = self._probe()
+            self.fallback = self._runtime.bounce_from(self._buffer)
+
+    def _touch(self) -> None:
+        """Make all pages exist; where the kernel cannot do it for us, locking will."""
+        begins = range(0, self._buffer.numel(), _TOUCH_BYTES)
+        with ThreadPoolExecutor(_NUM_TOUCHERS, thread_name_prefix="poros-touch") as threads:
+            list(threads.map(self._touch_one, begins))
+
+    def _touch_one(self, begin: int) -> None:
+        if self._is_cancelled.is_set():
+            return
+        length = min(_TOUCH_BYTES, self._buffer.numel() - begin)
+        address = ctypes.c_void_p(self._buffer.data_ptr() + begin)
+        ctypes.CDLL(None).madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+
+    def _probe(self) -> int:
+        """Return about how much could be locked: the first of its halves, quarters, ... that is."""
+        page = mmap.PAGESIZE
+        part = self._buffer.numel()
+        for _ in range(_MOST_PROBES):
+            part = part // 2 // page * page
+            if part == 0 or self._is_cancelled.is_set():
+                break
+            if self._runtime.page_lock(self._buffer[:part]):
+                self._runtime.page_unlock(self._buffer[:part])
+                return part
+        return 0
+
+
+def _map(num_bytes: int) -> mmap.mmap:
+    """Map memory that is shared, has no name, and is not there in forked processes."""
+    if not hasattr(os, "memfd_create"):
+        return mmap.mmap(-1, num_bytes)
+    file = os.memfd_create("poros-store", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(file, num_bytes)
+        mapping = mmap.mmap(file, num_bytes)  # with a descriptor of its own
+    finally:
+        os.close(file)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def _describe_limit() -> str:
+    limit = read_lock_limit()
+    return "unlimited" if limit is None else format_bytes(limit)
 
 
 def _check_ram(num_bytes: int) -> None:

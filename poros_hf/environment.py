@@ -190,6 +190,19 @@ def read_host_memory(
     return HostMemory(total_bytes=total, available_bytes=available, limited_by=limited_by)
 
 
+def read_lock_limit() -> int | None:
+    """Read how much memory this process may page-lock (`ulimit -l`), bytes; None is no limit.
+
+    CUDA's own locking does not count against it on Linux; ROCm's does, and so do containers'.
+    """
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
 def read_gpu() -> Gpu | None:
     """Read the current CUDA device, or None where there is none."""
     if not torch.cuda.is_available():

@@ -13,18 +13,25 @@ held before. It also writes down the order of operations.
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from poros_hf.bounce import BUFFER_BYTES, NUM_BUFFERS, BounceRing, CopyRates, measure_gbps
 from poros_hf.errors import HostSetupError
+
+logger = logging.getLogger(__name__)
 
 POISON = 0xFF
 _MAX_OPEN_TIMINGS = 256
+_MEASURED_BYTES = 256 * 2**20
+_UNLOADING = 4  # cudaErrorCudartUnloading: the process ends, and all locks with it
 
 
 @dataclass(kw_only=True)
@@ -131,6 +138,17 @@ class Runtime(ABC):
         """Undo `page_lock`."""
 
     @abstractmethod
+    def bounce_from(self, buffer: torch.Tensor) -> CopyRates | None:
+        """Copy through a small page-locked ring whatever is staged out of `buffer` from now on.
+
+        Args:
+            buffer: Host memory that could not be page-locked, uint8 [n], n > 0; one a runtime.
+
+        Returns:
+            What that costs, measured; None where not even the ring could be page-locked.
+        """
+
+    @abstractmethod
     def drain(self) -> None:
         """Block the host until every copy and kernel has finished; never on the step path."""
 
@@ -150,6 +168,7 @@ class CudaRuntime(Runtime):
         self._open_copies: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._open_stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._times = TransferTimes()
+        self._ring: BounceRing | None = None
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialised device memory, uint8 [num_bytes]."""
@@ -174,19 +193,29 @@ class CudaRuntime(Runtime):
         poison: bool,
     ) -> None:
         """See `Runtime.stage`."""
-        start, end = self._timing_pair()
-        with torch.cuda.stream(self._copy_stream):
-            self._copy_stream.wait_event(after)
-            if poison:
-                target.fill_(POISON)
-            start.record(self._copy_stream)
-            target[: source.numel()].copy_(source, non_blocking=True)
-            end.record(self._copy_stream)
-            done.record(self._copy_stream)
-        self._open_copies.append((start, end))
+        pair = self._timing_pair()
+
+        def enqueue(copy: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+            with torch.cuda.stream(self._copy_stream):
+                self._copy_stream.wait_event(after)
+                if poison:
+                    target.fill_(POISON)
+                pair[0].record(self._copy_stream)
+                copy(source, target[: source.numel()])
+                pair[1].record(self._copy_stream)
+                done.record(self._copy_stream)
+            self._open_copies.append(pair)
+
+        ring = self._ring
+        if ring is not None and ring.covers(source):
+            ring.submit(done, lambda: enqueue(ring.copy))
+        else:
+            enqueue(lambda source, target: target.copy_(source, non_blocking=True))
 
     def wait(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         """See `Runtime.wait`; the wait is timed on the stream itself."""
+        if self._ring is not None:
+            self._ring.wait_for(event)
         before, behind = self._timing_pair()
         before.record(stream)
         stream.wait_event(event)
@@ -214,18 +243,55 @@ class CudaRuntime(Runtime):
 
     def page_lock(self, buffer: torch.Tensor) -> bool:
         """Register `buffer` with the driver, in place and without a second copy."""
-        code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-        if int(code) == 0:
-            return True
-        self._clear_sticky_error()
+        with torch.cuda.device(self.device):
+            code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+            if int(code) == 0:
+                return True
+            logger.info("cudaHostRegister of %d bytes returned %s", buffer.nbytes, code)
+            self._clear_sticky_error()
         return False
 
     def page_unlock(self, buffer: torch.Tensor) -> None:
         """Unregister `buffer`; copies from it must have finished."""
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        code = torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        if int(code) not in (0, _UNLOADING):
+            logger.warning("cudaHostUnregister of %d bytes returned %s", buffer.nbytes, code)
+            self._clear_sticky_error()
+
+    def bounce_from(self, buffer: torch.Tensor) -> CopyRates | None:
+        """See `Runtime.bounce_from`; blocks the host while it measures."""
+        with torch.cuda.device(self.device):
+            try:
+                buffers = [
+                    torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+                    for _ in range(NUM_BUFFERS)
+                ]
+            except RuntimeError:
+                self._clear_sticky_error()
+                return None
+            ring = BounceRing(buffers, self._send)
+            ring.cover(buffer)
+            source = buffer[:_MEASURED_BYTES]
+            target = self.allocate(source.numel())
+            rates = CopyRates(
+                locked_gbps=measure_gbps(self._send, buffers[0], target, self.drain),
+                bounced_gbps=measure_gbps(ring.copy, source, target, self.drain),
+            )
+        self._ring = ring
+        return rates
+
+    def _send(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
+        """Enqueue one copy on the copy stream and return an event behind it."""
+        with torch.cuda.stream(self._copy_stream):
+            target[: source.numel()].copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._copy_stream)
+        return event
 
     def drain(self) -> None:
-        """Wait for everything on the device."""
+        """Wait for everything on the device, and for what is still to be enqueued."""
+        if self._ring is not None:
+            self._ring.drain()
         torch.cuda.synchronize(self.device)
 
     def _clear_sticky_error(self) -> None:
@@ -358,6 +424,10 @@ class CpuRuntime(Runtime):
 
     def page_unlock(self, buffer: torch.Tensor) -> None:
         """Do nothing."""
+
+    def bounce_from(self, buffer: torch.Tensor) -> CopyRates | None:
+        """Do nothing: there is no link that a page lock would speed up."""
+        return None
 
     def drain(self) -> None:
         """Run every copy that is still queued."""

@@ -133,9 +133,11 @@ class HostStore:
         Raises:
             CheckpointError: A tensor's type or shape is not the one that was planned.
             StreamStateError: The store is sealed.
+            HostSetupError: Page-locking failed meanwhile and `must_pin` is set.
         """
         if self._is_sealed:
             raise StreamStateError("store-sealed", f"entry {key!r} of a sealed store was written")
+        self._arena.check()
         place = self._places[key]
         for name, tensor in tensors.items():
             spec = place.layout.specs[name]
@@ -155,7 +157,9 @@ class HostStore:
 
         Raises:
             CheckpointError: Tensors were never written; they are named.
+            HostSetupError: Page-locking failed and `must_pin` is set.
         """
+        self._arena.settle()
         missing = [name for names in self._missing.values() for name in sorted(names)]
         if missing:
             raise CheckpointError(

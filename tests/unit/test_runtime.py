@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -237,16 +239,23 @@ class FakeDriver:
     def __init__(self, code: int) -> None:
         self.code = code
         self.asked: list[tuple[int, int, int]] = []
+        self.unregistered: list[int] = []
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         self.asked.append((address, num_bytes, flags))
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.unregistered.append(address)
         return self.code
 
 
 def cuda_runtime(monkeypatch, code: int):
     """Return a CUDA runtime without a device, its driver, and the sticky errors it cleared."""
     runtime = object.__new__(CudaRuntime)
+    runtime.device = torch.device("cuda", 0)
     driver, cleared = FakeDriver(code), []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(runtime, "_clear_sticky_error", lambda: cleared.append(True))
     return runtime, driver, cleared
@@ -264,6 +273,23 @@ def test_page_lock_answers_no_and_clears_the_error_when_the_driver_refuses(monke
     runtime, _, cleared = cuda_runtime(monkeypatch, code=2)
     assert not runtime.page_lock(torch.zeros(1001, dtype=torch.uint8))
     assert cleared == [True]
+
+
+def test_page_unlock_is_silent_when_the_driver_agrees(monkeypatch, caplog):
+    runtime, driver, cleared = cuda_runtime(monkeypatch, code=0)
+    buffer = torch.zeros(1001, dtype=torch.uint8)
+    runtime.page_unlock(buffer)
+    assert driver.unregistered == [buffer.data_ptr()]
+    assert (cleared, caplog.records) == ([], [])
+
+
+@pytest.mark.parametrize(("code", "num_warnings"), [(1, 1), (4, 0)])
+def test_page_unlock_tells_every_code_but_that_of_an_ending_process(
+    monkeypatch, caplog, code, num_warnings
+):
+    runtime, _, cleared = cuda_runtime(monkeypatch, code=code)
+    runtime.page_unlock(torch.zeros(1001, dtype=torch.uint8))
+    assert len(caplog.records) == len(cleared) == num_warnings
 
 
 def test_clear_sticky_error_swallows_the_error_of_the_next_launch(monkeypatch):
