@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import subprocess
 import time
@@ -19,6 +20,7 @@ from tests.unit.validation_records import MACHINE
 from validation.experiments.limit import run as driver
 from validation.experiments.limit import side
 from validation.experiments.limit.arms import PROTOCOL, REAL, parse_arm, rising_lengths
+from validation.experiments.limit.watch import LimitWatch
 from validation.experiments.parity.make_checkpoint import write_random
 from validation.experiments.parity.recipe import Model
 from validation.experiments.parity.shapes import SHAPES, qwen_config
@@ -40,7 +42,8 @@ def test_protocol_has_every_arm_that_a_claim_needs() -> None:
     claims = [claim for claim in aggregate.load_claims() if claim.protocol == "limit"]
     assert claims
     for claim in claims:
-        assert {claim.arm, claim.over or claim.arm} <= set(PROTOCOL)
+        for arm in (claim.arm, claim.over or claim.arm):
+            assert fnmatch.filter(PROTOCOL, arm), claim.id
 
 
 @pytest.mark.parametrize(
@@ -140,6 +143,16 @@ def test_side_keeps_a_run_that_failed(toy: Path, tmp_path: Path, monkeypatch: An
     result = run_side("toy-auto-32", toy, tmp_path)
     assert result["status"] == "oom"
     assert "full" in result["error"]
+
+
+def test_least_copies_are_those_of_the_placement_in_force_and_of_the_head() -> None:
+    watch = LimitWatch(0, 1, FAR, link_gbps=1.0)
+    watch._streamer = SimpleNamespace(plan=SimpleNamespace(moved_bytes_per_step=60))
+    planned = SimpleNamespace(moved_bytes_per_step=50)
+    watch.streaming = SimpleNamespace(plan=None)
+    assert watch._least_bytes(num_passes=2) == 120
+    watch.streaming.plan = SimpleNamespace(stream=planned, moved_bytes=2 * (50 + 7))
+    assert watch._least_bytes(num_passes=2) == 2 * (60 + 7)
 
 
 def result_of(steps: int, **values: Any) -> dict[str, Any]:

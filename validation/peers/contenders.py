@@ -99,10 +99,11 @@ def resident(checkpoints: Checkpoints) -> Contender:
 
 
 def poros(checkpoints: Checkpoints) -> Contender:
-    """This package as it comes, in the same plain loop."""
+    """This package with nothing resident, in the same plain loop."""
     import poros_hf
 
-    model = poros_hf.from_pretrained(str(checkpoints.nf4), poros_hf.PorosConfig())
+    config = poros_hf.PorosConfig(resident_blocks=0)
+    model = poros_hf.from_pretrained(str(checkpoints.nf4), config)
     model = get_peft_model(model, lora_config())
     fill_adapters(model)
     return plain_loop(model)

@@ -108,6 +108,7 @@ def train(job: Job, watch: LimitWatch) -> dict[str, str]:
     set_seed(SEED)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     model, callbacks = load_model(job, device)
+    watch.streaming = callbacks[0] if callbacks else None
     config: Any = model.config
     rows, data = make_rows(job, config.vocab_size)
     trainer = SFTTrainer(

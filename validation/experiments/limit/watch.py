@@ -18,6 +18,7 @@ class LimitWatch(StepWatch):
         link_gbps: Measured host-to-device rate, 1e9 bytes per second; None without a GPU.
 
     Attributes:
+        streaming: The PorosStreaming of a streamed arm, whose plan is compared with what is seen.
         profile: What the device did in the profiled step; None where it was not reached.
     """
 
@@ -25,6 +26,7 @@ class LimitWatch(StepWatch):
         self, num_warmup: int, num_steps: int, stop_at: float, link_gbps: float | None
     ) -> None:
         super().__init__(num_warmup, num_steps + 1, stop_at)
+        self.streaming: Any = None
         self.profile: StepProfile | None = None
         self._num_timed = num_steps
         self._link_gbps = link_gbps
@@ -38,11 +40,25 @@ class LimitWatch(StepWatch):
             self._profiler.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """As the base, with the least time that the link needs for what the plan must move."""
+        """As the base, with what the plan says of copies and peak."""
         if self._profiler is not None:
             self.profile = self._profiler.stop()
             self.samples[-1] |= self.profile.figures()
-        if self._streamer is not None and self._link_gbps is not None:
-            least_bytes = self._streamer.plan.moved_bytes_per_step
-            self.samples[-1]["link_floor_ms"] = least_bytes / self._link_gbps / 1e6
         super().on_step_end(args, state, control)
+        if self._streamer is not None and self._link_gbps is not None:
+            least_bytes = self._least_bytes(args.gradient_accumulation_steps)
+            self.samples[-1]["link_floor_ms"] = least_bytes / self._link_gbps / 1e6
+        plan = self.streaming and self.streaming.plan
+        if plan is not None and "peak_bytes" in self.samples[-1]:
+            planned_bytes = plan.device.total
+            error = planned_bytes / self.samples[-1]["peak_bytes"] - 1
+            self.samples[-1]["planned_peak_bytes"] = planned_bytes
+            self.samples[-1]["plan_error_percent"] = 100 * abs(error)
+
+    def _least_bytes(self, num_passes: int) -> int:
+        """Return what the placement in force must move in a step: blocks, and a streamed head."""
+        least: int = num_passes * self._streamer.plan.moved_bytes_per_step
+        plan = self.streaming and self.streaming.plan
+        if plan is not None:
+            least += plan.moved_bytes - num_passes * plan.stream.moved_bytes_per_step
+        return least
