@@ -12,12 +12,21 @@ if TYPE_CHECKING:
     from poros_hf.hf.loader import from_pretrained
     from poros_hf.hf.planning import plan
     from poros_hf.hf.trainer import PorosTrainer
+    from poros_hf.oom import PorosOOMError
 
 __version__ = importlib.metadata.version("poros-hf")
-__all__ = ["PorosConfig", "PorosStreaming", "PorosTrainer", "from_pretrained", "plan"]
+__all__ = [
+    "PorosConfig",
+    "PorosOOMError",
+    "PorosStreaming",
+    "PorosTrainer",
+    "from_pretrained",
+    "plan",
+]
 
 _HOMES = {
     "PorosConfig": "poros_hf.config",
+    "PorosOOMError": "poros_hf.oom",
     "PorosStreaming": "poros_hf.hf.callback",
     "PorosTrainer": "poros_hf.hf.trainer",
     "from_pretrained": "poros_hf.hf.loader",

@@ -21,6 +21,7 @@ import torch
 from poros_hf.bounce import CopyRates
 from poros_hf.environment import read_host_memory, read_lock_limit
 from poros_hf.errors import CapacityError, HostSetupError
+from poros_hf.oom import host_out_of_memory
 from poros_hf.runtime import Runtime
 from poros_hf.units import format_bytes
 
@@ -48,6 +49,7 @@ class HostArena:
 
     Raises:
         CapacityError: Less RAM is left than is asked for.
+        PorosOOMError: The system refused the memory all the same.
         HostSetupError: Page-locking failed and `must_pin` is set (for large arenas: in `settle`).
     """
 
@@ -55,7 +57,10 @@ class HostArena:
         _check_ram(num_bytes)
         self.num_bytes = num_bytes
         self._must_pin = must_pin
-        self._mapping = _map(max(num_bytes, 1))
+        try:
+            self._mapping = _map(max(num_bytes, 1))
+        except OSError as error:
+            raise host_out_of_memory(num_bytes, "making the host store") from error
         self._buffer = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._lock = _PageLock(runtime, self._buffer)
         self._unlock = weakref.finalize(self, _PageLock.close, self._lock)

@@ -9,7 +9,8 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,15 @@ class DeviceMemory:
     def available_bytes(self) -> int:
         """What this process could reserve in all: its own and what is free, up to its limit."""
         return min(self.free_bytes + self.reserved_bytes, self.limit_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuProcess:
+    """Another process with memory on the current CUDA device."""
+
+    pid: int
+    name: str
+    used_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,6 +239,42 @@ def read_device_memory() -> DeviceMemory | None:
         peak_allocated_bytes=torch.cuda.max_memory_allocated(),
         limit_bytes=int(torch.cuda.get_per_process_memory_fraction() * total),
     )
+
+
+def query_smi(what: str, fields: Sequence[str]) -> list[list[str]]:
+    """Ask nvidia-smi; returns the fields of each line, and nothing where it cannot answer.
+
+    Args:
+        what: `gpu` or `compute-apps`.
+        fields: Names of its fields.
+    """
+    command = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if done.returncode:
+        return []
+    lines = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
+    return [line for line in lines if len(line) == len(fields)]
+
+
+def other_gpu_processes() -> list[GpuProcess]:
+    """Return who else has memory on the current CUDA device, as far as nvidia-smi sees them.
+
+    Largest first. Inside a container the numbers of processes outside of it are unknown.
+    """
+    if not torch.cuda.is_available():
+        return []
+    own = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    found = [
+        GpuProcess(pid=int(pid), name=Path(name).name, used_bytes=int(used) * 2**20)
+        for uuid, pid, name, used in query_smi(
+            "compute-apps", ("gpu_uuid", "pid", "process_name", "used_memory")
+        )
+        if uuid == own and pid.isdigit() and used.isdigit() and int(pid) != os.getpid()
+    ]
+    return sorted(found, key=lambda process: -process.used_bytes)
 
 
 def installed_versions() -> dict[str, str]:

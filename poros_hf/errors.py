@@ -4,6 +4,7 @@
     +- ConfigError (ValueError)            a setting is wrong, alone or beside another one
     +- HostSetupError (RuntimeError)       the machine or its software cannot do what is needed
     +- CapacityError (RuntimeError)        VRAM, RAM or pinned memory is too small
+    |  +- PorosOOMError (torch.OutOfMemoryError)  it ran out while it was used: poros_hf/oom.py
     +- CheckpointError (RuntimeError)      a checkpoint is incomplete or of another format
     +- RowsError (ValueError)              the training rows are missing or not understood
     +- HubError (RuntimeError)             the Hub did not give or take a file

@@ -58,7 +58,7 @@ class Plan:
     Attributes:
         job: What it was made from.
         stream: Slots and resident blocks.
-        is_head_resident: Embedding and head lie on the device.
+        is_head_resident: The device keeps the head, or the one matrix of tied embeddings.
         device: Predicted peak by category, as `torch.cuda.max_memory_allocated` counts, with the
             pools of captured graphs. The CUDA context stands beside it.
         margin_bytes: What the allocator may hold beyond that.

@@ -56,7 +56,7 @@ class Placement:
     Attributes:
         slot_bytes: Of all slots that blocks share.
         resident_bytes: Of the slots of blocks that stay.
-        is_head_resident: Embedding and head lie on the device.
+        is_head_resident: The head lies on the device.
         uses_graphs: Layers run as captured graphs, with a memory pool of their own.
     """
 
@@ -96,6 +96,10 @@ def estimate(
     kept, transient = layer_bytes(shapes, workload)
     layer = round(terms.layer * (kept + transient))
     gradients = workload.adapter_bytes(shapes)
+    one_boundary = _ITEM_BYTES * workload.batch_tokens * shapes.hidden_size
+    # Captured graphs have fixed copies of one layer's own tensors and gradients, and of what goes
+    # in and comes out.
+    fixed = (2 * gradients + shapes.other_bytes) // shapes.num_layers + 4 * one_boundary
     base = {
         "slots": placement.slot_bytes,
         "resident_blocks": placement.resident_bytes,
@@ -103,13 +107,11 @@ def estimate(
         "other_weights": shapes.other_bytes,
         "adapters": gradients,
         "optimizer": workload.optimizer_bytes(shapes),
-        "graphs": round(terms.graphs * layer) if placement.uses_graphs else 0,
+        "graphs": round(terms.graphs * layer) + fixed if placement.uses_graphs else 0,
         "workspace": terms.workspace_bytes,
     }
-    # Graphs write gradients into buffers that are always there, and accumulation keeps them.
-    are_kept = placement.uses_graphs or workload.accumulation > 1
+    are_kept = workload.accumulation > 1
     early = gradients if are_kept else gradients // shapes.num_layers
-    one_boundary = _ITEM_BYTES * workload.batch_tokens * shapes.hidden_size
     boundaries = one_boundary * shapes.num_layers
     recompute = 0 if placement.uses_graphs else layer
     if not workload.is_checkpointed:
@@ -172,6 +174,8 @@ def head_tile_bytes(shapes: ModelShapes) -> int:
 
 
 def _head_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:
-    if placement.is_head_resident or not shapes.can_stream_head:
+    if not shapes.can_stream_head:
         return shapes.embedding_bytes + shapes.head_bytes
-    return 2 * head_tile_bytes(shapes)
+    # Tied, the head is the embedding's matrix; untied, the embedding is not on the device.
+    head = shapes.head_bytes or shapes.embedding_bytes
+    return head if placement.is_head_resident else 2 * head_tile_bytes(shapes)

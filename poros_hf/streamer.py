@@ -18,6 +18,7 @@ import torch
 from torch.profiler import record_function
 
 from poros_hf.errors import StreamStateError
+from poros_hf.oom import PorosOOMError, Situation, explained, in_block, out_of_memory
 from poros_hf.planner import StreamPlan
 from poros_hf.runtime import Runtime, TransferTimes
 from poros_hf.slots import SlotPool, SlotState
@@ -61,11 +62,15 @@ class Streamer:
         store: Sealed; has an entry for every block of the plan.
         plan: Slots and resident blocks.
         runtime: The device.
+
+    Attributes:
+        situation: What the model is doing, for errors; filled by who knows.
     """
 
     def __init__(self, store: HostStore, plan: StreamPlan, runtime: Runtime) -> None:
         self.store = store
         self.runtime = runtime
+        self.situation = Situation()
         self.moved_bytes = 0
         self.num_copies = 0
         self._sources = [store.entry(block_key(block)) for block in range(plan.num_blocks)]
@@ -123,10 +128,19 @@ class Streamer:
 
     @contextmanager
     def hold(self, block: int) -> Iterator[BlockViews]:
-        """Acquire `block` for a `with` block and yield its tensors by name."""
+        """Acquire `block` for a `with` block and yield its tensors by name.
+
+        Raises:
+            PorosOOMError: Device memory ran out while the block was in use.
+        """
         lease = self.acquire(block)
         try:
             yield lease.views
+        except PorosOOMError:
+            raise
+        except torch.OutOfMemoryError as error:
+            doing = in_block(self.situation, block)
+            raise out_of_memory(self.situation, doing, str(error)) from error
         finally:
             self.release(lease)
 
@@ -194,8 +208,10 @@ class Streamer:
 
     def _set_plan(self, plan: StreamPlan) -> None:
         self._plan = plan
-        self._slots = SlotPool(plan, self.runtime)
+        with explained(self.situation, f"making {plan.num_slots + len(plan.resident)} slots"):
+            self._slots = SlotPool(plan, self.runtime)
         self._slots.poison = self._poison
+        self.situation.slot_bytes = self._slots.num_bytes
         self._views = [
             BlockViews(self.store.layout(block_key(block)).lay_over(self._slots.memory_of(block)))
             for block in range(plan.num_blocks)

@@ -84,6 +84,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         self._moved_in_steps = 0
         self._is_stepping = False
         self._plan: Plan | None = None
+        self._batches: Any = None
 
     @property
     def plan(self) -> Plan | None:
@@ -159,6 +160,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         config, blocks = self._config_in_use(), streamer.plan.block_bytes
         rows = getattr(train_dataloader, "dataset", None)
         self._plan = final_plan(model, config, blocks, args, rows)
+        streamer.situation.plan = self._plan
         streamer.replan(self._plan.stream if self._plan else plan_stream(blocks, config))
         streamer.take_times()
         self._times = TransferTimes()
@@ -169,11 +171,14 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         self._loss = LossGuard(streamer.runtime, lambda: self._step + 1)
         self._loss.watch(model)
         self._adapters = AdapterGuard(model)
+        self._watch_batches(model)
         _log_plan(session)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note where the step's transfers start."""
-        self._moved_at_step_begin = self._require_session().streamer.moved_bytes
+        streamer = self._require_session().streamer
+        streamer.situation.step = state.global_step + 1
+        self._moved_at_step_begin = streamer.moved_bytes
         self._is_stepping = True
 
     def on_pre_optimizer_step(
@@ -183,6 +188,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         if self._loss is None or self._adapters is None:
             return
         self._loss.check()
+        self._require_session().streamer.situation.is_optimizing = True
         rate = max(float(group["lr"]) for group in optimizer.param_groups)
         self._adapters.before_step(self._loss, rate, may_skip=bool(args.fp16))
 
@@ -190,6 +196,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """See whether the step moved the adapters."""
+        self._require_session().streamer.situation.is_optimizing = False
         if self._adapters is not None:
             skipped = bool(getattr(optimizer, "step_was_skipped", False))
             self._adapters.after_step(was_skipped=skipped)
@@ -270,6 +277,21 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
     def _stop_watching(self) -> None:
         if self._loss is not None:
             self._loss.unwatch()
+        if self._batches is not None:
+            self._batches.remove()
+            self._batches = None
+        if self._session is not None:
+            self._session.streamer.situation.end()
+
+    def _watch_batches(self, model: nn.Module) -> None:
+        """Note the size of every batch, for the text of an error."""
+        situation = self._require_session().streamer.situation
+
+        def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            situation.batch = None if ids is None else tuple(ids.shape[:2])
+
+        self._batches = model.register_forward_pre_hook(note, with_kwargs=True)
 
     def _config_in_use(self) -> PorosConfig:
         """Return the policy of the callback's config with the quantisation that the base has."""

@@ -7,6 +7,9 @@ weight at a time is on the device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, Bnb4bitQuantize
 
 from poros_hf.config import PorosConfig
+from poros_hf.errors import PorosError
 from poros_hf.hf.decoder import (
     DecoderLayer,
     find_decoder_layers,
@@ -32,6 +36,7 @@ from poros_hf.nf4 import (
     take_apart,
     tensor_specs,
 )
+from poros_hf.oom import Situation, explained
 from poros_hf.planner import block_size, plan_stream
 from poros_hf.runtime import Runtime
 from poros_hf.store import HostStore, TensorSpec, block_key, total_bytes
@@ -134,6 +139,8 @@ class ModelCapture:
         """
         self._store.seal()
         streamer = Streamer(self._store, self._plan, self._runtime)
+        streamer.situation.num_layers = len(self._layers)
+        streamer.situation.block_size = block_size(self._config)
         is_nf4 = all(weight.state.quant_type == "nf4" for weight in self._weights.values())
         session = StreamSession(self._config, streamer, store_fields, is_nf4)
         for layer, block in zip(self._layers, self._block_of_layer, strict=True):
@@ -157,12 +164,44 @@ def config_bytes(config: PorosConfig) -> int:
     return dtype.itemsize
 
 
+_failures: ContextVar[list[PorosError] | None] = ContextVar("poros_load_failures", default=None)
+
+
+@contextmanager
+def telling_failures() -> Iterator[None]:
+    """Raise what went wrong with a weight; transformers puts it into a report and goes on."""
+    failures: list[PorosError] = []
+    token = _failures.set(failures)
+    try:
+        yield
+    except RuntimeError as error:
+        if failures:
+            raise failures[0] from error
+        raise
+    finally:
+        _failures.reset(token)
+
+
+@contextmanager
+def _noted(name: str) -> Iterator[None]:
+    """Note what goes wrong with the weight `name` for `telling_failures`."""
+    try:
+        with explained(Situation(), f"loading {name}"):
+            yield
+    except PorosError as error:
+        failures = _failures.get()
+        if failures is not None:
+            failures.append(error)
+        raise
+
+
 class CaptureQuantize(Bnb4bitQuantize):  # type: ignore[misc] # transformers is not typed
     """Quantise a weight as bitsandbytes does, and capture it."""
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Return {parameter name: parameter or its placeholder}."""
-        result = super().convert(input_dict, **kwargs)
+        with _noted(kwargs.get("full_layer_name") or "a weight"):
+            result = super().convert(input_dict, **kwargs)
         capture = self.hf_quantizer.capture
         return {
             name: capture.take(name, weight) if capture.wants(name) else weight
@@ -176,7 +215,8 @@ class CaptureDeserialize(Bnb4bitDeserialize):  # type: ignore[misc] # transforme
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Return {"weight": parameter or its placeholder}."""
         is_packed = len(input_dict) > 1
-        result = super().convert(input_dict, **kwargs)
+        with _noted(kwargs.get("full_layer_name") or "a weight"):
+            result = super().convert(input_dict, **kwargs)
         name = kwargs.get("full_layer_name")
         capture = self.hf_quantizer.capture
         if not is_packed or name is None or not capture.wants(name):

@@ -34,6 +34,7 @@ from poros_hf.hf.output_folder import check_disk
 from poros_hf.hf.preparation import PreparedRows, prepare_rows
 from poros_hf.hf.refusals import refuse_arguments
 from poros_hf.hf.rows import ensure_chat_template, load_rows
+from poros_hf.hf.session import explained_training
 from poros_hf.hf.weight_files import check_local_files
 from poros_hf.hub import Repository
 from poros_hf.planner import block_size, plan_stream
@@ -174,7 +175,8 @@ def train_run(
     if is_quiet:
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
-    result = trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
+    with explained_training(trainer.model):
+        result = trainer.train(resume_from_checkpoint=run.checkpoint and str(run.checkpoint))
     return RunResult(
         load_s=load_s,
         metrics=result.metrics,

@@ -17,11 +17,13 @@ from poros_hf.environment import environment_variable
 from poros_hf.errors import CheckpointError, ConfigError, HubError
 from poros_hf.hf.adapter_file import ADAPTER_CONFIG
 from poros_hf.hf.adapter_repo import AdapterRepository, is_adapter, rebuild
+from poros_hf.hf.capture import telling_failures
 from poros_hf.hf.decoder import auto_class
 from poros_hf.hf.quantizer import PrequantisedConfig
 from poros_hf.hf.streamed import streamed_reading
 from poros_hf.hf.weight_files import check_local_files
 from poros_hf.hub import Repository, looks_like_path
+from poros_hf.oom import Situation, explained
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +151,12 @@ def _load_base(model_id: str, config: PorosConfig, **kwargs: Any) -> Any:
     if getattr(model_config, "quantization_config", None) is None:
         kwargs["quantization_config"] = config
     # Reading ahead fills the device with tensors that wait to be captured.
-    with environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"), _reader(config, kwargs):
+    with (
+        environment_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"),
+        _reader(config, kwargs),
+        explained(Situation(), f"loading {model_id}"),
+        telling_failures(),
+    ):
         return auto_class(model_config).from_pretrained(model_id, config=model_config, **kwargs)
 
 

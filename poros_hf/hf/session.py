@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from poros_hf.config import PorosConfig
 from poros_hf.errors import ConfigError, UnsupportedModelError
+from poros_hf.oom import Situation, explained
 from poros_hf.streamer import Streamer
 
 logger = logging.getLogger(__name__)
@@ -102,3 +104,13 @@ def find_session(model: nn.Module) -> StreamSession | None:
         if isinstance(session, StreamSession):
             return session
     return None
+
+
+def explained_training(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which a training of `model` that runs out of memory says what to do.
+
+    Layers do that by themselves; this is for the head, the optimizer and the trainer's own code.
+    """
+    session = find_session(model)
+    situation = Situation() if session is None else session.streamer.situation
+    return explained(situation, "a training step, outside of the decoder layers")

@@ -20,6 +20,7 @@ from poros_hf.hf.adapter_repo import refuse_adapter_as_base
 from poros_hf.hf.callback import PorosStreaming
 from poros_hf.hf.checkpoints import check_resumable, pick_checkpoint
 from poros_hf.hf.loader import from_pretrained, read_config, refuse_missing_folder
+from poros_hf.hf.session import explained_training
 from poros_hf.hf.weight_files import check_local_files
 from poros_hf.hub import Repository
 
@@ -287,7 +288,8 @@ class PorosTrainer:
         self._model = trainer.model
         self._is_writer = arguments.should_save
         try:
-            result = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+            with explained_training(trainer.model):
+                result = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
         finally:
             # The next trainer wraps the forward for its own precision.
             trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)

@@ -10,6 +10,7 @@ import pytest
 
 from poros_hf import errors
 from poros_hf.errors import PorosError
+from poros_hf.oom import PorosOOMError
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
@@ -19,6 +20,7 @@ KINDS = {
 }
 # Subclasses of an error class that other modules define.
 KINDS["NotResidentError"] = errors.UnsupportedModelError
+KINDS["PorosOOMError"] = PorosOOMError
 
 
 def raised_calls() -> list[tuple[str, ast.Call]]:

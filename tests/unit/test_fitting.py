@@ -52,7 +52,7 @@ def test_moved_bytes_and_time_fall_with_the_budget():
 
 
 def test_head_is_taken_before_blocks():
-    room = cheapest(job()).needed_bytes + STREAMED.head_bytes + STREAMED.embedding_bytes
+    room = cheapest(job()).needed_bytes + STREAMED.head_bytes
     plan = fit(job(room / GIB))
     assert plan.is_head_resident
     assert plan.moved_bytes < fit(job()).moved_bytes - 2 * STREAMED.head_bytes + 1
