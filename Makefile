@@ -52,12 +52,14 @@ demo: $(READY)  ## fine-tune SmolLM2, streamed and resident, and compare
 validate: $(READY)  ## run ARM=name[,name] of the limit protocol; without ARM, list them
 	$(PYTHON) -m validation.experiments.limit.run --arms "$(ARM)"
 
-claims: $(READY)  ## recompute every published number from its artifacts, and the tables from those
+claims: $(READY)  ## recompute every published number from its artifacts; tables and figures from those
 	$(PYTHON) -m validation.harness.aggregate
 	$(PYTHON) -m validation.harness.render
+	$(PYTHON) -m validation.figures.draw
 
-check-tables: $(READY)  ## fail if a generated table differs from the numbers
+check-tables: $(READY)  ## fail if a generated table or figure differs from the numbers
 	$(PYTHON) -m validation.harness.render --check
+	$(PYTHON) -m validation.figures.draw --check
 
 check: quality check-tables  ## all that is checked without running a test
 

@@ -1,9 +1,9 @@
 """Recompute every claim from the samples of its artifacts.
 
-`python -m validation.harness.aggregate` reads validation/claims.toml, writes
-validation/claims.json, and lists on stdout every artifact that was passed over, every claim that
-has no value, and every goal that is missed. A missed goal is a result like any other: only with
-`--strict` is it a failure.
+`python -m validation.harness.aggregate` reads validation/claims.toml, writes validation/claims.json
+and validation/counted.json (the runs that count), and lists on stdout every artifact that was
+passed over, every claim that has no value, and every goal that is missed. A missed goal is a result
+like any other: only with `--strict` is it a failure.
 """
 
 from __future__ import annotations
@@ -234,6 +234,8 @@ def main(arguments: list[str] | None = None) -> int:
             f"({goal}; {outcome.value['repeats']} runs)"
         )
     CLAIMS_JSON.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+    counted = [_relative(path) for path, _ in artifacts]
+    CLAIMS_JSON.with_name("counted.json").write_text(json.dumps(counted, indent=1) + "\n")
     return 1 if missed and options.strict else 0
 
 

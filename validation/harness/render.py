@@ -1,9 +1,10 @@
 """Fill the generated tables of README and docs: `python -m validation.harness.render [--check]`.
 
 A table stands between `<!-- poros:table NAME -->` and `<!-- /poros:table -->`; NAME is a table of
-validation/claims.toml, `index`, the list of all claims, or `config-fields`, the fields of
-PorosConfig. The numbers come from claims.json, the footer from the artifacts named there. `--check`
-writes nothing and fails on a difference.
+validation/claims.toml, of claims or of arms, or `index`, the list of all claims, or
+`config-fields`, the fields of PorosConfig. The numbers come from claims.json and, of arms, from the
+runs in counted.json; the footer from the artifacts named there. `--check` writes nothing and fails
+on a difference.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from poros_hf.config import PorosConfig
-from validation.harness import aggregate, repository
+from validation.harness import aggregate, arms, repository
 
 _BLOCK = re.compile(
     r"(<!-- poros:table (?P<name>[\w-]+) -->\n).*?(<!-- /poros:table -->)", re.DOTALL
@@ -35,6 +36,8 @@ class Source:
     claims: Mapping[str, aggregate.Claim]
     values: Mapping[str, Mapping[str, Any]]
     tables: Mapping[str, list[str]]  # table -> claim ids
+    arm_tables: Mapping[str, arms.ArmTable]
+    runs: Sequence[arms.Run]
     root: Path
 
 
@@ -45,7 +48,14 @@ def load_source(root: Path = repository.ROOT) -> Source:
     claims = {claim.id: claim for claim in aggregate.load_claims(toml)}
     tables = {table["name"]: table["claims"] for table in tomllib.loads(text).get("table", [])}
     known = json.loads(values.read_text()) if values.exists() else {}
-    return Source(claims, known, {**tables, "index": list(claims)}, root)
+    return Source(
+        claims,
+        known,
+        {**tables, "index": list(claims)},
+        arms.load_tables(toml),
+        list(arms.counted_runs(root)),
+        root,
+    )
 
 
 def documents(root: Path) -> Iterator[Path]:
@@ -66,6 +76,10 @@ def render_text(text: str, page: Path, source: Source) -> str:
         name = match["name"]
         if name == "config-fields":
             return f"{match[1]}{chr(10).join(_config_fields())}\n{match[3]}"
+        if name in source.arm_tables:
+            lines, paths = arms.make_rows(source.arm_tables[name], source.runs)
+            lines += _footer(paths, page, source)
+            return f"{match[1]}{chr(10).join(lines)}\n{match[3]}"
         if name not in source.tables:
             raise KeyError(f"{page}: no table {name!r} in validation/claims.toml")
         rows = _index(page, source) if name == "index" else _table(name, page, source)

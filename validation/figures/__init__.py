@@ -1,0 +1,1 @@
+"""Figures of docs/, drawn from artifacts and from nothing else."""
