@@ -9,7 +9,7 @@ that no slot tensor is reachable from a graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,17 @@ class WeightHandle:
             if parts is None:
                 parts = views.wrapped[self._weight.name] = self._weight.over(views)
             yield parts
+
+    def layout_key(self) -> Hashable:
+        """Return what decides how the weight is read from a slot: equal layouts, equal keys."""
+        layout = self._streamer.store.layout(block_key(self._block))
+        prefix = f"{self._weight.name}."
+        parts = [
+            (name.removeprefix(prefix), layout.offsets[name], spec.dtype, spec.shape)
+            for name, spec in layout.specs.items()
+            if name.startswith(prefix)
+        ]
+        return (*parts, self._weight.tables_key())
 
     def read_host(self) -> tuple[torch.Tensor, QuantState]:
         """Return the packed weight and its QuantState over the store's own memory."""

@@ -10,7 +10,7 @@ Source: bitsandbytes `QuantState` and `quantize_4bit`; QLoRA, arXiv 2305.14314, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -96,6 +96,15 @@ class PackedWeight:
             state2=state2,
         )
         return views[f"{self.name}.packed"], state
+
+    def tables_key(self) -> Hashable:
+        """Return what is left of the weight, as something to compare; tables count as themselves.
+
+        The tables are shared by all weights of a model and live as long as it does.
+        """
+        state, nested = self.state, self.state.state2 if self.state.nested else None
+        key = (state.quant_type, state.blocksize, state.dtype, tuple(state.shape), id(state.code))
+        return key if nested is None else (*key, nested.blocksize, nested.dtype, id(nested.code))
 
     def on(self, device: torch.device) -> PackedWeight:
         """Return the same weight with its lookup tables on another device."""

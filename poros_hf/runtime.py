@@ -13,13 +13,14 @@ held before. It also writes down the order of operations.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -74,6 +75,13 @@ class HostRead:
         if self._event is not None:
             self._event.synchronize()
         return self._value
+
+
+class Replay(Protocol):
+    """Work that was recorded once, to be done again at the same addresses."""
+
+    def replay(self) -> None:
+        """Enqueue the work on the current stream; the host does not block."""
 
 
 class Runtime(ABC):
@@ -149,6 +157,39 @@ class Runtime(ABC):
         """
 
     @abstractmethod
+    def record_work(self, work: Callable[[], None]) -> Replay:
+        """Record the kernels that `work` launches, without running them.
+
+        Memory that `work` allocates is shared by all records: it holds nothing between replays,
+        and replays must not overlap.
+
+        Raises:
+            RuntimeError: `work` does what cannot be recorded, such as waiting for the device.
+        """
+
+    @abstractmethod
+    def rng_state(self) -> Any:
+        """Return where the device's random numbers stand."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Any) -> None:
+        """Go back to where `rng_state` was."""
+
+    def is_rng_state(self, state: Any) -> bool:
+        """Tell whether no number has been drawn since `state`."""
+        return bool(self.rng_state() == state)
+
+    @contextlib.contextmanager
+    def rng_at(self, state: Any) -> Iterator[None]:
+        """Draw the numbers behind `state` again, and go on afterwards where it was."""
+        before = self.rng_state()
+        self.set_rng_state(state)
+        try:
+            yield
+        finally:
+            self.set_rng_state(before)
+
+    @abstractmethod
     def drain(self) -> None:
         """Block the host until every copy and kernel has finished; never on the step path."""
 
@@ -164,6 +205,9 @@ class CudaRuntime(Runtime):
         self.device = torch.empty(0, device=device).device  # with its index
         # Copies must not queue behind kernels, so they have a stream of their own.
         self._copy_stream = torch.cuda.Stream(self.device)
+        # The default stream cannot be recorded.
+        self._record_stream = torch.cuda.Stream(self.device)
+        self._record_pool = torch.cuda.graph_pool_handle()
         self._free_pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._open_copies: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._open_stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -288,6 +332,38 @@ class CudaRuntime(Runtime):
             event.record(self._copy_stream)
         return event
 
+    def record_work(self, work: Callable[[], None]) -> Replay:
+        """See `Runtime.record_work`; the record is a CUDA graph."""
+        graph = torch.cuda.CUDAGraph()
+        stream = self.current_stream()
+        self._record_stream.wait_stream(stream)
+        with torch.cuda.stream(self._record_stream):
+            # Other threads may allocate or wait meanwhile, as DataLoader's pinning thread does.
+            graph.capture_begin(pool=self._record_pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # says only that the capture is broken
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        # cuBLAS keeps a workspace for every stream it has seen, and would keep this one in the
+        # records' memory for good.
+        torch._C._cuda_clearCublasWorkspaces()
+        stream.wait_stream(self._record_stream)
+        return graph
+
+    def rng_state(self) -> int:
+        """See `Runtime.rng_state`; the offset of the device's generator."""
+        return int(self._generator().get_offset())
+
+    def set_rng_state(self, state: int) -> None:
+        """See `Runtime.set_rng_state`."""
+        self._generator().set_offset(state)
+
+    def _generator(self) -> torch.Generator:
+        return torch.cuda.default_generators[self.device.index]
+
     def drain(self) -> None:
         """Wait for everything on the device, and for what is still to be enqueued."""
         if self._ring is not None:
@@ -347,6 +423,13 @@ class CpuStream:
 class _PendingCopy:
     source: torch.Tensor
     target: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CpuReplay:
+    """A record of `CpuRuntime`: the function itself, which must depend on fixed addresses only."""
+
+    replay: Callable[[], None]
 
 
 @dataclass
@@ -428,6 +511,21 @@ class CpuRuntime(Runtime):
     def bounce_from(self, buffer: torch.Tensor) -> CopyRates | None:
         """Do nothing: there is no link that a page lock would speed up."""
         return None
+    def record_work(self, work: Callable[[], None]) -> Replay:
+        """See `Runtime.record_work`; a replay calls `work` again."""
+        return CpuReplay(work)
+
+    def rng_state(self) -> torch.Tensor:
+        """See `Runtime.rng_state`; uint8 [state size]."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """See `Runtime.set_rng_state`."""
+        torch.set_rng_state(state)
+
+    def is_rng_state(self, state: torch.Tensor) -> bool:
+        """See `Runtime.is_rng_state`."""
+        return torch.equal(torch.get_rng_state(), state)
 
     def drain(self) -> None:
         """Run every copy that is still queued."""

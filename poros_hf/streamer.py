@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +77,8 @@ class Streamer:
         self._lock = threading.RLock()
         self._is_closed = False
         self._poison = False
+        self._borrowed: int | None = None
+        self._before_slots_leave: list[Callable[[], None]] = []
         self._views: list[BlockViews] = []
         self._set_plan(plan)
         # Ahead of slots and store going: a copy that is under way would write into memory that is
@@ -133,6 +135,9 @@ class Streamer:
         Raises:
             PorosOOMError: Device memory ran out while the block was in use.
         """
+        if block == self._borrowed:
+            yield self._views[block]
+            return
         lease = self.acquire(block)
         try:
             yield lease.views
@@ -143,6 +148,27 @@ class Streamer:
             raise out_of_memory(self.situation, doing, str(error)) from error
         finally:
             self.release(lease)
+
+    @contextmanager
+    def borrow(self, block: int) -> Iterator[None]:
+        """Let `hold(block)` yield the block's views as they are: no copy, no wait, no event.
+
+        For recording kernels and replaying them: what runs inside is bound to the slot of `block`,
+        whichever of its blocks the slot holds, and the caller holds that one.
+        """
+        self._borrowed = block
+        try:
+            yield
+        finally:
+            self._borrowed = None
+
+    def slot_of(self, block: int) -> int:
+        """Return the slot that `block` always uses, under the plan in force."""
+        return self._slot_of[block]
+
+    def on_slots_leaving(self, call: Callable[[], None]) -> None:
+        """Have `call` called before slots are given back: their addresses are void from then on."""
+        self._before_slots_leave.append(call)
 
     def replan(self, plan: StreamPlan) -> None:
         """Give the old slots back and make new ones.
@@ -157,7 +183,7 @@ class Streamer:
                 raise StreamStateError("plan-mismatch", "the new plan is for other blocks")
             self._refuse_while_in_use("replanned")
             if plan != self._plan:
-                self.runtime.drain()
+                self._leave_slots()
                 del self._slots, self._views
                 self._set_plan(plan)
 
@@ -199,7 +225,7 @@ class Streamer:
             if self._is_closed:
                 return
             self._refuse_while_in_use("closed")
-            self.runtime.drain()
+            self._leave_slots()
             self._is_closed = True
             self._sources = []
             self._views = []
@@ -216,10 +242,16 @@ class Streamer:
             BlockViews(self.store.layout(block_key(block)).lay_over(self._slots.memory_of(block)))
             for block in range(plan.num_blocks)
         ]
+        self._slot_of = plan.slot_of
         self._streamed = plan.streamed
         self._position = {block: j for j, block in enumerate(self._streamed)}
         self._last_block: int | None = None
         self._direction = 1
+
+    def _leave_slots(self) -> None:
+        self.runtime.drain()
+        for call in self._before_slots_leave:
+            call()
 
     def _ensure_staged(self, block: int) -> None:
         if self._slots.holds(block):

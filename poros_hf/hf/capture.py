@@ -25,6 +25,7 @@ from poros_hf.hf.decoder import (
     refuse_unquantised,
     refuse_written,
 )
+from poros_hf.hf.replayable import is_replayable
 from poros_hf.hf.session import StreamSession
 from poros_hf.layers import BlockHold, swap_class
 from poros_hf.linear import StreamedLinear4bit, WeightHandle
@@ -38,6 +39,7 @@ from poros_hf.nf4 import (
 )
 from poros_hf.oom import Situation, explained
 from poros_hf.planner import block_size, plan_stream
+from poros_hf.replay import LayerReplayer
 from poros_hf.runtime import Runtime
 from poros_hf.store import HostStore, TensorSpec, block_key, total_bytes
 from poros_hf.streamer import Streamer
@@ -142,7 +144,8 @@ class ModelCapture:
         streamer.situation.num_layers = len(self._layers)
         streamer.situation.block_size = block_size(self._config)
         is_nf4 = all(weight.state.quant_type == "nf4" for weight in self._weights.values())
-        session = StreamSession(self._config, streamer, store_fields, is_nf4)
+        replayer = LayerReplayer(streamer)
+        session = StreamSession(self._config, streamer, replayer, store_fields, is_nf4)
         for layer, block in zip(self._layers, self._block_of_layer, strict=True):
             self._bind(layer, block, session)
         return session
@@ -155,7 +158,13 @@ class ModelCapture:
         for path, module in quantised_linears(layer):
             handle = WeightHandle(session.streamer, block, self._weights[f"{path}.weight"])
             StreamedLinear4bit.bind(module, handle)
-        swap_class(layer.module, BlockHold(session.streamer, block, session.note_training_forward))
+        hold = BlockHold(
+            session.streamer,
+            block,
+            session.note_training_forward,
+            session.replayer if is_replayable(layer.module) else None,
+        )
+        swap_class(layer.module, hold)
 
 
 def config_bytes(config: PorosConfig) -> int:

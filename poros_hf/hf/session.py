@@ -15,6 +15,7 @@ from torch import nn
 from poros_hf.config import PorosConfig
 from poros_hf.errors import ConfigError, UnsupportedModelError
 from poros_hf.oom import Situation, explained
+from poros_hf.replay import LayerReplayer
 from poros_hf.streamer import Streamer
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class StreamSession:
     Attributes:
         config: The settings it was loaded with.
         streamer: Owns store and slots.
+        replayer: Replays its layers where they can be.
         store_fields: Fields of the config that decided the stored bytes, which nothing may
             contradict; the rest is policy. How weights are quantised is not among them where the
             weights were 4-bit already.
@@ -41,6 +43,7 @@ class StreamSession:
 
     config: PorosConfig
     streamer: Streamer
+    replayer: LayerReplayer
     store_fields: tuple[str, ...]
     is_nf4: bool
     trainer_state: Any = None

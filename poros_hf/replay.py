@@ -1,0 +1,385 @@
+"""Decoder layers as records of their kernels, replayed without the Python that launched them.
+
+[Note: records]
+At short sequences the device waits for Python: a layer is some 160 launches in each direction. A
+record of them (a CUDA graph) is launched at once, and reads and writes the addresses that it was
+made with. Those are
+- the slot, whose place never changes (see [Note: slots are static]): one record serves every
+  layer of a kind whose block uses the slot;
+- a copy of the layer's own tensors (norms, biases, adapters), written before each replay;
+- `x` and `y`: the layer's input and output; on the way back its input and the gradient of its
+  output, and behind it the gradients of the input and of the trained tensors.
+What is handed out is copied out: autograd keeps what it is given, and may add to it in place.
+
+The backward record recomputes the layer, as checkpointing does, so that nothing but the layer's
+input is kept in between. Kernels, shapes and their order are those of the stock checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros_hf.arguments import Arguments
+from poros_hf.layer_kind import LayerKind, describe
+from poros_hf.numeric_mode import NumericMode
+from poros_hf.runtime import Replay
+from poros_hf.static_memory import FlatTensors, StaticMemory, bytes_of
+from poros_hf.streamer import Streamer
+
+logger = logging.getLogger(__name__)
+
+# A shape costs some 20 ms to record and next to no memory; rows of every length have hundreds.
+_MAX_SHAPES = 32
+LayerForward = Callable[..., torch.Tensor]
+Flat = dict[torch.dtype, torch.Tensor]
+
+
+class KindMemory:
+    """The fixed addresses of one kind of layer: its own tensors, and their gradients.
+
+    Args:
+        kind: Of the layers that will be copied in.
+    """
+
+    def __init__(self, kind: LayerKind) -> None:
+        self.tensors = [
+            tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in kind.tensors
+        ]
+        self.trained = [tensor for tensor in self.tensors if tensor.requires_grad]
+        self.gradients = FlatTensors(self.trained)
+        self.is_recordable = True
+        self._copies = _by_dtype(self.tensors)
+
+    def load(self, kind: LayerKind) -> None:
+        """Copy a layer's tensors in, one launch for each dtype."""
+        with torch.no_grad():
+            for indices, targets in self._copies:
+                torch._foreach_copy_(targets, [kind.tensors[i] for i in indices])
+
+
+def _by_dtype(tensors: list[torch.Tensor]) -> list[tuple[list[int], list[torch.Tensor]]]:
+    groups: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        indices, group = groups.setdefault(tensor.dtype, ([], []))
+        indices.append(index)
+        group.append(tensor)
+    return list(groups.values())
+
+
+@dataclass(eq=False)
+class _Shape:
+    """The fixed addresses of one call shape, and the records made for it."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    constants: list[torch.Tensor]
+    records: dict[tuple[int, KindMemory], Record] = field(default_factory=dict)
+    uses_rng: dict[KindMemory, bool] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Record:
+    """Both directions of one kind of layer, in one slot, for one call shape.
+
+    Attributes:
+        has_gradient: Which of the kind's trained tensors get one; None before the first run.
+    """
+
+    forward: Replay
+    backward: Replay
+    has_gradient: list[bool]
+
+
+@dataclass(eq=False, kw_only=True)
+class ReplayedLayer:
+    """One decoder layer whose passes may be replayed.
+
+    Args:
+        block: The block its weights are in.
+        run: The layer's own forward, without hooks and checkpointing; takes the layer first.
+    """
+
+    block: int
+    run: LayerForward
+    kind: LayerKind | None = None
+    memory: KindMemory | None = None
+    has_run: bool = False
+
+    def refresh(self, layer: nn.Module, memories: dict[Any, KindMemory]) -> KindMemory | None:
+        """Return the memory of the kind that the layer is of now, or None if it has none."""
+        if self.kind is None or not self.kind.is_current():
+            self.kind = describe(layer)
+            self.memory = None
+            if self.kind is not None:
+                self.memory = memories.get(self.kind.key)
+                if self.memory is None:
+                    self.memory = memories[self.kind.key] = KindMemory(self.kind)
+        return self.memory if self.memory is not None and self.memory.is_recordable else None
+
+
+@dataclass(eq=False, kw_only=True)
+class LayerPass:
+    """One forward of one layer, and the backward that belongs to it; both while it is held."""
+
+    replayer: LayerReplayer
+    layer: nn.Module
+    replayed: ReplayedLayer
+    kind: LayerKind
+    memory: KindMemory
+    arguments: Arguments
+    mode: NumericMode
+    rng: Any = None
+    has_gradient: list[bool] = field(default_factory=list)
+
+    def shape_key(self, hidden: torch.Tensor) -> Hashable:
+        """Return what decides the shapes and types of every tensor in the pass."""
+        return (hidden.shape, hidden.dtype, self.arguments.key, self.mode)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the layer; [rows, tokens, width] in and out, the result is new memory.
+
+        Streams: as `Streamer.hold`; the host does not block, except to record.
+        """
+        shape, record = self.replayer.find(self, hidden)
+        self._load(shape, hidden)
+        if shape.uses_rng[self.memory]:
+            self.rng = self.replayer.runtime.rng_state()
+        record.forward.replay()
+        return shape.y.clone()
+
+    def backward(self, hidden: torch.Tensor, grad_output: torch.Tensor) -> tuple[torch.Tensor, Flat]:
+        """Recompute the layer and return the gradients of its input and its trained tensors.
+
+        The latter lie one behind the other, for each dtype; `hand_out` makes tensors of them.
+        """
+        runtime = self.replayer.runtime
+        shape, record = self.replayer.find(self, hidden)
+        self._load(shape, hidden)
+        shape.y.copy_(grad_output)
+        with contextlib.nullcontext() if self.rng is None else runtime.rng_at(self.rng):
+            record.backward.replay()
+        self.has_gradient = record.has_gradient
+        flat = self.memory.gradients.flat
+        return shape.x.clone(), {dtype: memory.clone() for dtype, memory in flat.items()}
+
+    def hand_out(self, flat: Flat) -> list[torch.Tensor | None]:
+        """Return the gradient of each trained tensor, None where it has none."""
+        views = self.memory.gradients.views_of(flat)
+        return [
+            view if is_there else None
+            for view, is_there in zip(views, self.has_gradient, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the layer's block, as both directions need it."""
+        with self.replayer.streamer.hold(self.replayed.block):
+            yield
+
+    def _load(self, shape: _Shape, hidden: torch.Tensor) -> None:
+        self.memory.load(self.kind)
+        shape.x.copy_(hidden)
+        for target, source in zip(shape.constants, self.arguments.tensors, strict=True):
+            self.replayer.static.fill(target, source)
+
+
+class LayerReplayer:
+    """All records of one model, and the memory that they work on.
+
+    Args:
+        streamer: Owns the slots; records are dropped before the slots are.
+
+    Attributes:
+        micro_batch_size: Rows that go through a layer at a time; None for all.
+        num_records: Made so far, both directions counted.
+        record_seconds: Time that took.
+    """
+
+    def __init__(self, streamer: Streamer) -> None:
+        self.streamer = streamer
+        self.runtime = streamer.runtime
+        self.static = StaticMemory(self.runtime)
+        self.micro_batch_size: int | None = None
+        self.num_records = 0
+        self.record_seconds = 0.0
+        self._memories: dict[Any, KindMemory] = {}
+        self._shapes: OrderedDict[Any, _Shape] = OrderedDict()
+        self._shape_in_memory: _Shape | None = None
+        streamer.on_slots_leaving(self.clear)
+
+    def begin(
+        self, layer: nn.Module, replayed: ReplayedLayer, hidden: torch.Tensor, arguments: Arguments
+    ) -> LayerPass | None:
+        """Prepare one forward, or return None where this layer or call cannot be replayed."""
+        if type(hidden) is not torch.Tensor or not hidden.is_contiguous():
+            return None
+        if not replayed.has_run:
+            self._run_once(layer, replayed, hidden, arguments)
+        memory = replayed.refresh(layer, self._memories)
+        if memory is None or replayed.kind is None:
+            return None
+        layer_pass = LayerPass(
+            replayer=self,
+            layer=layer,
+            replayed=replayed,
+            kind=replayed.kind,
+            memory=memory,
+            arguments=arguments,
+            mode=NumericMode.current(self.runtime.device),
+        )
+        return layer_pass if self._is_recorded(layer_pass, hidden) else None
+
+    def _run_once(
+        self, layer: nn.Module, replayed: ReplayedLayer, hidden: torch.Tensor, arguments: Arguments
+    ) -> None:
+        """Run a layer for what its first forward leaves behind, such as its compute type."""
+        args, kwargs = arguments.rebuild(arguments.tensors)
+        with self.streamer.hold(replayed.block), torch.no_grad():
+            with self.runtime.rng_at(self.runtime.rng_state()):
+                replayed.run(layer, hidden, *args, **kwargs)
+        replayed.has_run = True
+
+    def clear(self) -> None:
+        """Drop every record; they are made anew where they are needed."""
+        self._shapes.clear()
+        self._shape_in_memory = None
+        self.static.forget()
+
+    def find(self, layer_pass: LayerPass, hidden: torch.Tensor) -> tuple[_Shape, Record]:
+        """Return the record for a pass whose block is held, making it if there is none."""
+        shape = self._shape_for(layer_pass, hidden)
+        key = (self.streamer.slot_of(layer_pass.replayed.block), layer_pass.memory)
+        record = shape.records.get(key)
+        if record is None:
+            record = shape.records[key] = self._make(layer_pass, shape)
+        return shape, record
+
+    def _is_recorded(self, layer_pass: LayerPass, hidden: torch.Tensor) -> bool:
+        """Make the record if there is none, and tell whether there is one now."""
+        block = layer_pass.replayed.block
+        shape = self._shapes.get(layer_pass.shape_key(hidden))
+        if shape is not None and (self.streamer.slot_of(block), layer_pass.memory) in shape.records:
+            return True
+        try:
+            with self.streamer.hold(block):
+                self.find(layer_pass, hidden)
+        except (RuntimeError, TypeError) as error:
+            layer_pass.memory.is_recordable = False
+            logger.warning(
+                "%s cannot be recorded and runs as it is, which is slower: %s",
+                type(layer_pass.layer).__name__,
+                error,
+            )
+            return False
+        return True
+
+    def _shape_for(self, layer_pass: LayerPass, hidden: torch.Tensor) -> _Shape:
+        key = layer_pass.shape_key(hidden)
+        shape = self._shapes.get(key)
+        if shape is None:
+            like = [hidden, hidden, *layer_pass.arguments.tensors]
+            if self.static.reserve(bytes_of(like)):
+                self.clear()
+            x, y, *constants = self.static.lay(like)
+            shape = self._shapes[key] = _Shape(x, y, constants)
+            if len(self._shapes) > _MAX_SHAPES:
+                self._shapes.popitem(last=False)
+        else:
+            self._shapes.move_to_end(key)
+        if shape is not self._shape_in_memory:
+            self.static.forget()
+            self._shape_in_memory = shape
+        return shape
+
+    def _make(self, layer_pass: LayerPass, shape: _Shape) -> Record:
+        start = time.perf_counter()
+        work = _LayerWork(layer_pass, shape)
+        layer_pass._load(shape, shape.x)
+        if layer_pass.memory not in shape.uses_rng:
+            shape.uses_rng[layer_pass.memory] = self._try(work)
+        before = self.runtime.rng_state()
+        record = Record(
+            self.runtime.record_work(work.forward),
+            self.runtime.record_work(work.backward),
+            work.has_gradient,
+        )
+        self.runtime.set_rng_state(before)
+        self.num_records += 2
+        self.record_seconds += time.perf_counter() - start
+        return record
+
+    def _try(self, work: _LayerWork) -> bool:
+        """Run both directions once, which loads kernels, and tell whether they draw numbers."""
+        before = self.runtime.rng_state()
+        work.forward()
+        work.backward()
+        uses_rng = not self.runtime.is_rng_state(before)
+        self.runtime.set_rng_state(before)
+        return uses_rng
+
+
+class _LayerWork:
+    """The two directions of a layer as functions of fixed addresses alone."""
+
+    def __init__(self, layer_pass: LayerPass, shape: _Shape) -> None:
+        self._layer = layer_pass.layer
+        self._replayed = layer_pass.replayed
+        self._places = layer_pass.kind.places
+        self._memory = layer_pass.memory
+        self._arguments = layer_pass.arguments.rebuild(shape.constants)
+        self._mode = layer_pass.mode
+        self._streamer = layer_pass.replayer.streamer
+        self._x, self._y = shape.x, shape.y
+        self.has_gradient: list[bool] = []
+
+    def forward(self) -> None:
+        """x -> y."""
+        with self._borrowed():
+            output = self._run(self._x.detach().requires_grad_())
+            self._y.copy_(output.detach())
+
+    def backward(self) -> None:
+        """x and y, the gradient of the output -> x, the gradient of the input, and the others."""
+        with self._borrowed():
+            x = self._x.detach().requires_grad_()
+            output = self._run(x)
+            with torch.autocast(self._x.device.type, enabled=False):
+                grad_x, *grads = torch.autograd.grad(
+                    output, [x, *self._memory.trained], self._y, allow_unused=True
+                )
+            self.has_gradient[:] = [grad is not None for grad in grads]
+            found = zip(self._memory.gradients.views, grads, strict=True)
+            pairs = [(view, grad) for view, grad in found if grad is not None]
+            if pairs:
+                torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+            self._x.copy_(grad_x)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        args, kwargs = self._arguments
+        with torch.enable_grad(), self._mode.applied(self._x.device):
+            output = self._replayed.run(self._layer, x, *args, **kwargs)
+        if type(output) is not torch.Tensor or output.shape != x.shape:
+            raise TypeError(f"{type(self._layer).__name__} returns more than its hidden states")
+        return output
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[None]:
+        """Let the layer find its tensors at the fixed addresses."""
+        own = [owner[name] for owner, name in self._places]
+        with torch.no_grad(), self._streamer.borrow(self._replayed.block):
+            try:
+                for (owner, name), tensor in zip(self._places, self._memory.tensors, strict=True):
+                    owner[name] = tensor
+                yield
+            finally:
+                for (owner, name), tensor in zip(self._places, own, strict=True):
+                    owner[name] = tensor
