@@ -63,7 +63,9 @@ def take_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments 
         }
     except _UnknownValueError:
         return None
-    return Arguments(tuple(taker.parts), tuple(taker.tensors), tuple(taker.names), positional, named)
+    return Arguments(
+        tuple(taker.parts), tuple(taker.tensors), tuple(taker.names), positional, named
+    )
 
 
 class _UnknownValueError(Exception):

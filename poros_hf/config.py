@@ -72,7 +72,10 @@ class PorosConfig:
         "bytes",
     )
     micro_batch_size: int | Auto = _option(
-        "auto", "Rows that go through a layer at a time; auto is the whole batch.", "rows"
+        "auto",
+        "Rows of a batch that go through a layer at a time while its block is on the device; auto "
+        "is the whole batch.",
+        "rows",
     )
     nf4_load_strategy: str = _option(
         "auto",
@@ -96,10 +99,10 @@ class PorosConfig:
         self._check_choice("nf4_load_strategy", ("auto", "standard", "streamed"))
         self._check_choice("host_memory", ("auto", "pinned"))
         self._check_switch("double_quant")
-        for name, least in (("block_size", 1), ("num_slots", 1), ("resident_blocks", 0)):
-            self._check_count(name, least)
+        for name in ("block_size", "num_slots", "micro_batch_size"):
+            self._check_count(name, 1)
+        self._check_count("resident_blocks", 0)
         self._check_budget()
-        self._refuse_later_options()
 
     @property
     def vram_budget_bytes(self) -> int | None:
@@ -158,19 +161,6 @@ class PorosConfig:
                 f"{name}={value!r} must be 'auto' or a whole number from {least} up",
                 field=name,
                 value=value,
-            )
-
-    def _refuse_later_options(self) -> None:
-        asked = [
-            f"{name}={getattr(self, name)!r}"
-            for name in ("micro_batch_size",)
-            if getattr(self, name) != "auto"
-        ]
-        if asked:
-            raise ConfigError(
-                "config-later",
-                f"{', '.join(asked)}: not in this version",
-                remedies=["leave it at its default"],
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def _make_streamed_class(layer_class: type[nn.Module]) -> type[nn.Module]:
         hold: BlockHold = getattr(self, _HOLDER)
         if self.training:
             hold.on_training_forward()
+            _refuse_whole_batch(self, hold)
         with hold.streamer.hold(hold.block):
             return layer_class.forward(self, *args, **kwargs)
 
@@ -127,7 +128,6 @@ def _replay_or_checkpoint(
     if args and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         chunked = _begin(layer, hold, args, call.keywords)
     if chunked is None:
-        _refuse_whole_batch(layer, hold)
         return stock(call, *args)
     hold.on_training_forward()
     return ReplayedCheckpoint.apply(  # type: ignore[no-untyped-call]
@@ -157,12 +157,15 @@ def _begin(
 
 
 def _refuse_whole_batch(layer: nn.Module, hold: BlockHold) -> None:
-    if hold.replayer is not None and hold.replayer.micro_batch_size is not None:
+    """Refuse a pass that autograd will follow and that would take all rows at once."""
+    size = None if hold.replayer is None else hold.replayer.micro_batch_size
+    if size is not None and torch.is_grad_enabled():
         raise UnsupportedModelError(
             "micro-batch-layer",
             f"micro_batch_size is set, and {type(layer).__name__} cannot run on some rows at a "
-            "time: it has hooks, or is called with what cannot be compared",
+            "time: it is not checkpointed, has hooks, or is called with what cannot be compared",
             remedies=["leave micro_batch_size out", "remove the hooks"],
+            names=[type(layer).__name__],
         )
 
 
@@ -183,7 +186,7 @@ class ReplayedCheckpoint(torch.autograd.Function):
         return chunked.forward(hidden)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc] # torch does not type it
+    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the layer's input and of its trained tensors."""
         (hidden,) = ctx.saved_tensors

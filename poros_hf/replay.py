@@ -21,7 +21,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,7 +156,9 @@ class LayerPass:
         record.forward.replay()
         return shape.y.clone()
 
-    def backward(self, hidden: torch.Tensor, grad_output: torch.Tensor) -> tuple[torch.Tensor, Flat]:
+    def backward(
+        self, hidden: torch.Tensor, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, Flat]:
         """Recompute the layer and return the gradients of its input and its trained tensors.
 
         The latter lie one behind the other, for each dtype; `hand_out` makes tensors of them.
@@ -243,9 +245,9 @@ class LayerReplayer:
     ) -> None:
         """Run a layer for what its first forward leaves behind, such as its compute type."""
         args, kwargs = arguments.rebuild(arguments.tensors)
-        with self.streamer.hold(replayed.block), torch.no_grad():
-            with self.runtime.rng_at(self.runtime.rng_state()):
-                replayed.run(layer, hidden, *args, **kwargs)
+        rng = self.runtime.rng_state()
+        with self.streamer.hold(replayed.block), torch.no_grad(), self.runtime.rng_at(rng):
+            replayed.run(layer, hidden, *args, **kwargs)
         replayed.has_run = True
 
     def clear(self) -> None:
@@ -342,13 +344,13 @@ class _LayerWork:
         self.has_gradient: list[bool] = []
 
     def forward(self) -> None:
-        """x -> y."""
+        """From x to y."""
         with self._borrowed():
             output = self._run(self._x.detach().requires_grad_())
             self._y.copy_(output.detach())
 
     def backward(self) -> None:
-        """x and y, the gradient of the output -> x, the gradient of the input, and the others."""
+        """From x and y, the gradient of the output, to x, the gradient of the input."""
         with self._borrowed():
             x = self._x.detach().requires_grad_()
             output = self._run(x)
@@ -357,10 +359,12 @@ class _LayerWork:
                     output, [x, *self._memory.trained], self._y, allow_unused=True
                 )
             self.has_gradient[:] = [grad is not None for grad in grads]
-            found = zip(self._memory.gradients.views, grads, strict=True)
-            pairs = [(view, grad) for view, grad in found if grad is not None]
-            if pairs:
-                torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+            found: Iterable[tuple[torch.Tensor, torch.Tensor | None]] = zip(
+                self._memory.gradients.views, grads, strict=True
+            )
+            for view, grad in found:
+                if grad is not None:
+                    view.copy_(grad)
             self._x.copy_(grad_x)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from poros_hf.units import align_up
 from poros_hf.runtime import Runtime
+from poros_hf.units import align_up
 
 
 class StaticMemory:

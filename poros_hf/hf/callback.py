@@ -19,7 +19,7 @@ from poros_hf.hf.adapter_file import check_saved_adapter
 from poros_hf.hf.callback_order import LogFigures, insert_before_trackers
 from poros_hf.hf.guards import AdapterGuard, LossGuard, check_logged_loss
 from poros_hf.hf.planning import final_plan
-from poros_hf.hf.refusals import refuse_adapters, refuse_arguments
+from poros_hf.hf.refusals import refuse_adapters, refuse_arguments, refuse_micro_batches
 from poros_hf.hf.session import QUANTISED_HERE, StreamSession, find_session
 from poros_hf.hf.towers import refuse_tower_adapters
 from poros_hf.planner import plan_stream
@@ -158,6 +158,8 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         if self._debug:
             streamer.enable_poison()
         config, blocks = self._config_in_use(), streamer.plan.block_bytes
+        refuse_micro_batches(config, args)
+        session.set_micro_batch_size(config.micro_batch_size)
         rows = getattr(train_dataloader, "dataset", None)
         self._plan = final_plan(model, config, blocks, args, rows)
         streamer.situation.plan = self._plan

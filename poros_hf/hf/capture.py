@@ -145,7 +145,11 @@ class ModelCapture:
         streamer.situation.block_size = block_size(self._config)
         is_nf4 = all(weight.state.quant_type == "nf4" for weight in self._weights.values())
         replayer = LayerReplayer(streamer)
-        session = StreamSession(self._config, streamer, replayer, store_fields, is_nf4)
+        fixed = {type(it.module).__name__ for it in self._layers if not is_replayable(it.module)}
+        session = StreamSession(
+            self._config, streamer, replayer, tuple(sorted(fixed)), store_fields, is_nf4
+        )
+        session.set_micro_batch_size(self._config.micro_batch_size)
         for layer, block in zip(self._layers, self._block_of_layer, strict=True):
             self._bind(layer, block, session)
         return session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from poros_hf.config import PorosConfig
 from poros_hf.errors import ConfigError, UnsupportedModelError
 
 _NEEDS_BASE_WEIGHTS = ("pissa", "loftq", "olora", "corda", "eva")
@@ -32,6 +33,34 @@ def refuse_arguments(args: Any) -> None:
                 "leave them out: torch.compile is not bit-stable with itself, full-precision "
                 "evaluation casts the packed weights, and FSDP and DeepSpeed shard what is streamed"
             ],
+            arguments=offending,
+        )
+
+
+def refuse_micro_batches(config: PorosConfig, args: Any) -> None:
+    """Refuse micro-batches inside layers where the training does not checkpoint the plain way.
+
+    Args:
+        config: Its `micro_batch_size` is looked at.
+        args: TrainingArguments or a subclass.
+
+    Raises:
+        ConfigError: The argument is named.
+    """
+    if config.micro_batch_size == "auto":
+        return
+    options = args.gradient_checkpointing_kwargs or {"use_reentrant": False}
+    offending = []
+    if not args.gradient_checkpointing:
+        offending.append("gradient_checkpointing=False")
+    elif options != {"use_reentrant": False}:
+        offending.append(f"gradient_checkpointing_kwargs={options}")
+    if offending:
+        raise ConfigError(
+            "training-arguments",
+            f"micro_batch_size={config.micro_batch_size} does not work with {offending[0]}: layers "
+            "are recomputed rows by rows",
+            remedies=["set gradient_checkpointing=True, without options", "leave it out"],
             arguments=offending,
         )
 

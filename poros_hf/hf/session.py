@@ -33,6 +33,7 @@ class StreamSession:
         config: The settings it was loaded with.
         streamer: Owns store and slots.
         replayer: Replays its layers where they can be.
+        fixed_layers: Classes of decoder layers that are never replayed.
         store_fields: Fields of the config that decided the stored bytes, which nothing may
             contradict; the rest is policy. How weights are quantised is not among them where the
             weights were 4-bit already.
@@ -44,11 +45,28 @@ class StreamSession:
     config: PorosConfig
     streamer: Streamer
     replayer: LayerReplayer
+    fixed_layers: tuple[str, ...]
     store_fields: tuple[str, ...]
     is_nf4: bool
     trainer_state: Any = None
     _let_go: weakref.WeakMethod[Callable[[], None]] | None = field(default=None, repr=False)
     _has_warned: bool = field(default=False, repr=False)
+
+    def set_micro_batch_size(self, rows: int | str) -> None:
+        """Let so many rows of a batch go through a layer at a time; "auto" is all of them.
+
+        Raises:
+            UnsupportedModelError: Layers of the model cannot do that; their classes are named.
+        """
+        if rows != "auto" and self.fixed_layers:
+            raise UnsupportedModelError(
+                "micro-batch-layer",
+                f"micro_batch_size={rows} needs layers that can be replayed; these are not known "
+                f"to be: {', '.join(self.fixed_layers)}",
+                remedies=["leave micro_batch_size out", "accumulate gradients instead"],
+                names=list(self.fixed_layers),
+            )
+        self.replayer.micro_batch_size = None if isinstance(rows, str) else rows
 
     def adopt(self, trainer_state: Any, let_go: Callable[[], None]) -> None:
         """Note which Trainer's callback looks after the model; a later Trainer takes over.
