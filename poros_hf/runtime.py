@@ -511,6 +511,7 @@ class CpuRuntime(Runtime):
     def bounce_from(self, buffer: torch.Tensor) -> CopyRates | None:
         """Do nothing: there is no link that a page lock would speed up."""
         return None
+
     def record_work(self, work: Callable[[], None]) -> Replay:
         """See `Runtime.record_work`; a replay calls `work` again."""
         return CpuReplay(work)
