@@ -114,6 +114,11 @@ class Plan:
             return None
         return max(self.link_ms, self.compute_ms)
 
+    @property
+    def least_ms(self) -> float | None:
+        """What is known of the time of a step: `step_ms`, or the copies alone."""
+        return self.link_ms if self.step_ms is None else self.step_ms
+
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers with their units in their names, ready for JSON."""
         workload = self.job.workload

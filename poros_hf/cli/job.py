@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from poros_hf.config import PorosConfig
 from poros_hf.errors import ConfigError
-from poros_hf.hf.arguments import ArgumentsError, Job, parse_file
+from poros_hf.hf.arguments import ArgumentsError, Job, parse_file, parse_values
+
+# How a run begins where nobody has said otherwise: what `poros init` writes.
+NEW_RUN = {
+    "r": 16,
+    "lora_alpha": 32,
+    "target_modules": "all-linear",
+    "task_type": "CAUSAL_LM",
+    "max_length": 1024,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+}
 
 
 def read_job(path: Path, changes: Sequence[str] = (), argv: Sequence[str] = ()) -> Job:
@@ -22,8 +33,25 @@ def read_job(path: Path, changes: Sequence[str] = (), argv: Sequence[str] = ()) 
         ConfigError: A key is unknown (the one that was meant is named), a value is of another type
             or out of range, or the file cannot be read.
     """
+    return _translated(path, lambda: parse_file(path, PorosConfig, changes, argv))
+
+
+def make_job(model: str, changes: Sequence[str] = (), argv: Sequence[str] = ()) -> Job:
+    """Return the settings of a run that has no file yet: a model, and defaults changed by `--set`.
+
+    Raises:
+        ConfigError: See `read_job`.
+    """
+    values = {"model": model, "dataset": "-", "output_dir": "-", **NEW_RUN}
+    source = Path("--set")
+    return _translated(
+        source, lambda: parse_values(values, str(source), PorosConfig, changes, argv)
+    )
+
+
+def _translated(path: Path, read: Callable[[], Job]) -> Job:
     try:
-        return parse_file(path, PorosConfig, changes, argv)
+        return read()
     except ArgumentsError as error:
         raise ConfigError(
             "train-file",

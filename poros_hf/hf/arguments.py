@@ -122,14 +122,37 @@ def parse_file(
     Raises:
         ArgumentsError: A name is unknown, a value is of another type, or the file is not readable.
     """
-    parser, names = _make_parser(RunArguments, streaming)
+    parser, _ = _make_parser(RunArguments, streaming)
     values = _read_yaml(parser, path, is_strict=True)
+    return parse_values(values, str(path), streaming, changes, argv)
+
+
+def parse_values(
+    values: dict[str, Any],
+    source: str,
+    streaming: type,
+    changes: Sequence[str] = (),
+    argv: Sequence[str] = (),
+) -> Job:
+    """Read the settings of a run from a mapping; see `parse_file`.
+
+    Args:
+        values: As a YAML file has them.
+        source: Where they come from, for messages.
+        streaming: PorosConfig.
+        changes: See `parse_file`.
+        argv: See `parse_file`.
+
+    Raises:
+        ArgumentsError: A name is unknown, or a value is of another type.
+    """
+    parser, names = _make_parser(RunArguments, streaming)
     for change in changes:
         _apply_change(values, change)
     _check_names(parser, values, "--set", is_strict=True)
     missing = [name for name in ("model", "dataset") if name not in values]
     if missing:
-        raise ArgumentsError(f"{path} does not say: {', '.join(missing)}")
+        raise ArgumentsError(f"{source} does not say: {', '.join(missing)}")
     return _make_job(parser, names, values, list(argv))
 
 

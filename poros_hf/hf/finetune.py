@@ -23,7 +23,9 @@ from transformers import (
     set_seed,
 )
 
+from poros_hf.environment import read_device_memory
 from poros_hf.errors import ConfigError, HubError, PorosError, RowsError
+from poros_hf.fitting import Plan
 from poros_hf.hf.adapter_repo import refuse_adapter_as_base
 from poros_hf.hf.adapter_shape import count_adapter_weights
 from poros_hf.hf.arguments import Job
@@ -31,13 +33,14 @@ from poros_hf.hf.callback import PorosStreaming, StreamReport
 from poros_hf.hf.checkpoints import check_resumable, pick_checkpoint
 from poros_hf.hf.loader import from_pretrained, read_config, refuse_missing_folder
 from poros_hf.hf.output_folder import check_disk
+from poros_hf.hf.planning import budget_bytes, plan_run
 from poros_hf.hf.preparation import PreparedRows, prepare_rows
 from poros_hf.hf.refusals import refuse_arguments
 from poros_hf.hf.rows import ensure_chat_template, load_rows
 from poros_hf.hf.session import explained_training
 from poros_hf.hf.weight_files import check_local_files
 from poros_hf.hub import Repository
-from poros_hf.planner import block_size, plan_stream
+from poros_hf.shapes import Hardware
 from poros_hf.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ class CheckedRun:
     Attributes:
         checkpoint: To go on from, or None.
         num_steps: Optimizer steps in all; None where packing decides.
+        plan: What it will take, as far as is known before the model is there.
         adapter_bytes: Weights of the adapter.
         checkpoint_bytes: What the run is going to write, checkpoints and final adapter together.
     """
@@ -64,6 +68,7 @@ class CheckedRun:
     eval_rows: PreparedRows | None
     checkpoint: Path | None
     num_steps: int | None
+    plan: Plan
     adapter_bytes: int
     checkpoint_bytes: int
 
@@ -104,6 +109,9 @@ def check_run(job: Job, *, resume: bool | str | Path = False) -> CheckedRun:
     rows = _prepare(job, job.own.dataset, job.own.split, tokenizer)
     eval_rows = job.own.eval_dataset and _prepare(job, job.own.eval_dataset, "train", tokenizer)
     _check_evaluation(job, eval_rows)
+    longest = None if training.packing else int(rows.lengths.max())
+    budget = budget_bytes(job.streaming, read_device_memory())
+    plan = plan_run(job, model_config, longest, Hardware(vram_bytes=budget))
     num_steps = _num_steps(training, rows)
     if checkpoint is not None:
         check_resumable(checkpoint, job.own.model, job.streaming, job.lora, num_steps)
@@ -120,6 +128,7 @@ def check_run(job: Job, *, resume: bool | str | Path = False) -> CheckedRun:
         eval_rows=eval_rows,
         checkpoint=checkpoint,
         num_steps=num_steps,
+        plan=plan,
         adapter_bytes=num_weights * item_bytes,
         checkpoint_bytes=written,
     )
@@ -128,9 +137,7 @@ def check_run(job: Job, *, resume: bool | str | Path = False) -> CheckedRun:
 def describe(run: CheckedRun) -> str:
     """Say what is going to happen."""
     job, training, lora = run.job, run.job.training, run.job.lora
-    num_layers = run.model_config.get_text_config(decoder=True).num_hidden_layers
-    layers_per_block = block_size(job.streaming)
-    plan = plan_stream([0] * math.ceil(num_layers / layers_per_block), job.streaming)
+    stream = run.plan.stream
     lengths, learned = run.rows.lengths, run.rows.learned
     half, most = (int(np.percentile(lengths, share)) for share in (50, 95))
     steps = f"{run.num_steps} steps" if run.num_steps else f"{training.num_train_epochs:g} epochs"
@@ -141,8 +148,10 @@ def describe(run: CheckedRun) -> str:
         f" (95 of 100), cut at {training.max_length}; {int(learned.sum())} tokens are learned\n"
         f"  training  {steps} of {_rows_per_step(training)} rows on {training.world_size} x"
         f" {training.device.type}, learning rate {training.learning_rate:g}{start}\n"
-        f"  base      {num_layers} layers in {plan.num_blocks} blocks of {layers_per_block},"
-        f" streamed through {plan.num_slots} slots, {len(plan.resident)} blocks resident\n"
+        f"  base      {run.plan.job.shapes.num_layers} layers in {stream.num_blocks} blocks,"
+        f" streamed through {stream.num_slots} slots, {len(stream.resident)} blocks resident:"
+        f" {format_bytes(run.plan.needed_bytes)} of device memory,"
+        f" {format_bytes(run.plan.host_bytes)} of host memory\n"
         f"  adapter   LoRA of rank {lora.r}, alpha {lora.lora_alpha}, on {lora.target_modules}:"
         f" {format_bytes(run.adapter_bytes)}\n"
         f"  output    {training.output_dir}, at most {format_bytes(run.checkpoint_bytes)}"
@@ -230,8 +239,12 @@ def _location(job: Job) -> dict[str, Any]:
     }
 
 
-def _check_model(job: Job) -> Any:
-    """Read the model's config, and check what of it is on this machine."""
+def read_model_config(job: Job) -> Any:
+    """Read the config of a run's model; nothing else of it has to be there.
+
+    Raises:
+        PorosError: There is none, or it cannot be streamed.
+    """
     name, location = job.own.model, _location(job)
     source = Repository(name=name, revision=location["revision"])
     refuse_missing_folder(name)
@@ -247,6 +260,13 @@ def _check_model(job: Job) -> Any:
             remedies=["check the name, or name a folder with config.json", "run `hf auth login`"],
             model=name,
         ) from error
+    return model_config
+
+
+def _check_model(job: Job) -> Any:
+    """Read the model's config, and check what of it is on this machine."""
+    model_config = read_model_config(job)
+    source = Repository(name=job.own.model, revision=_location(job)["revision"])
     check_local_files(source, model_config)
     return model_config
 

@@ -8,17 +8,14 @@ from typing import Any
 
 from poros_hf.config import PorosConfig
 from poros_hf.environment import DeviceMemory, read_device_memory
-from poros_hf.fitting import Job, Plan, fit
+from poros_hf.fitting import Job as PlanJob
+from poros_hf.fitting import Plan, fit
 from poros_hf.hf.model_shapes import shapes_from_config, shapes_of_model
 from poros_hf.shapes import Hardware, ModelShapes, Workload
-from poros_hf.units import MIB, format_bytes
+from poros_hf.survey import margin_bytes
+from poros_hf.units import format_bytes
 
 logger = logging.getLogger(__name__)
-
-# [Note: the margin of auto] Left free on the card for the desktop and whatever else draws on it:
-# a twentieth of the card, and half a GiB at least.
-_CARD_SHARE = 0.05
-_LEAST_MARGIN_BYTES = 512 * MIB
 
 
 def plan(
@@ -50,14 +47,15 @@ def plan(
     if hardware.vram_bytes is None and config.vram_budget_bytes is not None:
         hardware = replace(hardware, vram_bytes=config.vram_budget_bytes)
     return fit(
-        Job(shapes=shapes, config=config, workload=workload or Workload(), hardware=hardware)
+        PlanJob(shapes=shapes, config=config, workload=workload or Workload(), hardware=hardware)
     )
 
 
 def workload_of(arguments: Any, lora: Any) -> Workload:
     """Return the workload that an SFTConfig and a LoraConfig describe.
 
-    Rows are taken to be `max_length` long; without it, 1024 tokens.
+    Rows are taken to be `max_length` long; without it, 1024 tokens. TRL trains adapters of 4-bit
+    models in bfloat16, whatever the arguments say.
     """
     targets = lora.target_modules
     is_all = targets is None or isinstance(targets, str)
@@ -67,7 +65,6 @@ def workload_of(arguments: Any, lora: Any) -> Workload:
         accumulation=arguments.gradient_accumulation_steps,
         rank=lora.r,
         targets="all-linear" if is_all else tuple(sorted(targets)),
-        trained_item_bytes=2 if arguments.bf16 else 4,
         optimizer=str(getattr(arguments.optim, "value", arguments.optim)),
         is_checkpointed=bool(arguments.gradient_checkpointing),
     )
@@ -112,7 +109,7 @@ def final_plan(
         is_checkpointed=bool(arguments.gradient_checkpointing),
     )
     return fit(
-        Job(
+        PlanJob(
             shapes=shapes_of_model(model),
             config=config,
             workload=workload,
@@ -123,7 +120,7 @@ def final_plan(
 
 
 def budget_bytes(config: PorosConfig, memory: DeviceMemory | None) -> int | None:
-    """Return what training may reserve on the device; see [Note: the margin of auto].
+    """Return what training may reserve on the device: auto leaves a margin for the desktop.
 
     A size in the config is taken as it is, down to what the card has free.
     """
@@ -131,9 +128,8 @@ def budget_bytes(config: PorosConfig, memory: DeviceMemory | None) -> int | None
     if memory is None:
         return asked
     if asked is None:
-        margin = max(_LEAST_MARGIN_BYTES, int(_CARD_SHARE * memory.total_bytes))
         free = memory.free_bytes + memory.reserved_bytes
-        return min(free - margin, memory.limit_bytes)
+        return min(free - margin_bytes(memory.total_bytes), memory.limit_bytes)
     if asked > memory.available_bytes:
         logger.warning(
             "vram_budget is %s, but %s can be had on this card now; planning for that",
@@ -159,3 +155,28 @@ def longest_row(arguments: Any, rows: Any) -> int | None:
 
     longest = int(pc.max(pc.list_value_length(rows.data.column("input_ids"))).as_py())
     return min(longest, limit or longest)
+
+
+def plan_run(job: Any, model_config: Any, tokens: int | None, hardware: Hardware) -> Plan:
+    """Make the plan of a run that is described by its settings alone.
+
+    Args:
+        job: See `poros_hf.hf.arguments.Job`.
+        model_config: Of the model, as AutoConfig gives it.
+        tokens: Of the longest row; None takes `max_length`.
+        hardware: Its memory is the budget; None in it makes the cheapest plan.
+
+    Raises:
+        CapacityError: The budget is too small; the details say which values would fit.
+    """
+    workload = workload_of(job.training, job.lora)
+    if tokens is not None:
+        workload = replace(workload, tokens=min(tokens, workload.tokens))
+    return fit(
+        PlanJob(
+            shapes=shapes_from_config(model_config, job.streaming, job.own.model),
+            config=job.streaming,
+            workload=workload,
+            hardware=hardware,
+        )
+    )
