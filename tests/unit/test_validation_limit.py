@@ -145,6 +145,18 @@ def test_side_keeps_a_run_that_failed(toy: Path, tmp_path: Path, monkeypatch: An
     assert "full" in result["error"]
 
 
+@pytest.mark.parametrize(("limit_gb", "fraction"), [(4, 0.04), (200, 1.0)])
+def test_memory_limit_is_a_share_of_the_card(
+    limit_gb: int, fraction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+    card = SimpleNamespace(total_memory=100e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", given.append)
+    side.limit_memory(limit_gb)
+    assert given == [fraction]
+
+
 def test_least_copies_are_those_of_the_placement_in_force_and_of_the_head() -> None:
     watch = LimitWatch(0, 1, FAR, link_gbps=1.0)
     watch._streamer = SimpleNamespace(plan=SimpleNamespace(moved_bytes_per_step=60))

@@ -18,9 +18,11 @@ from trl import SFTConfig
 
 from tests.tiny import write_tiny_model
 from tests.unit.validation_records import MACHINE
+from validation.experiments.parity import recorder
 from validation.experiments.parity.recipe import Model
 from validation.experiments.recipe_32b import run as driver
 from validation.experiments.recipe_32b import side
+from validation.experiments.recipe_32b import watch as watch_module
 from validation.experiments.recipe_32b.watch import StepWatch
 from validation.harness import schema
 
@@ -59,6 +61,34 @@ def test_watch_takes_loss_tokens_and_stall_of_every_step() -> None:
     assert [sample["tokens"] for sample in watch.samples] == [512.0] * 3
     assert {(sample["loss"], sample["stall_ms"]) for sample in watch.samples} == {(1.5, 0.25)}
     assert all(sample["peak_host_bytes"] > 0 for sample in watch.samples)
+
+
+def test_peak_has_the_pools_of_graphs_which_are_looked_at_when_memory_grew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reserved, pools = iter([100, 100, 200, 200]), iter([7, 30])
+    monkeypatch.setattr(
+        watch_module,
+        "memory_bytes",
+        lambda: {"peak_allocated_bytes": 50, "peak_reserved_bytes": next(reserved)},
+    )
+    monkeypatch.setattr(watch_module, "graph_pool_bytes", lambda: next(pools))
+    watch = StepWatch(num_warmup=0, num_steps=4, stop_at=FAR)
+    watched_steps(watch, 4)
+    assert [sample["graph_pool_bytes"] for sample in watch.samples] == [7, 7, 30, 30]
+    assert [sample["peak_bytes"] for sample in watch.samples] == [57, 57, 80, 80]
+
+
+def test_pools_of_graphs_are_the_segments_outside_the_common_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    segments = [
+        {"total_size": size, "segment_pool_id": pool}
+        for size, pool in ((1, (0, 0)), (20, (0, 1)), (300, (2, 0)))
+    ]
+    monkeypatch.setattr(recorder.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(recorder.torch.cuda, "memory_snapshot", lambda: segments)
+    assert recorder.graph_pool_bytes() == 320
 
 
 def test_watch_stops_after_its_steps() -> None:

@@ -109,7 +109,9 @@ class StepProfiler:
         self._profile.stop()
         results: Any = self._profile.profiler
         events = results.kineto_results.events()
-        return summarise([_Event.of(event) for event in events], on_gpu=self._on_gpu)
+        # Ranges that the program named are mirrored onto the device, over the kernels in them.
+        seen = [_Event.of(event) for event in events if not event.is_user_annotation()]
+        return summarise(seen, on_gpu=self._on_gpu)
 
     def _synchronise(self) -> None:
         if self._on_gpu:
