@@ -149,11 +149,12 @@ def longest_row(arguments: Any, rows: Any) -> int | None:
         return None
     limit: int | None = getattr(arguments, "max_length", None)
     columns = getattr(rows, "column_names", None) or ()
-    if getattr(arguments, "packing", False) or "input_ids" not in columns:
+    table = getattr(rows, "data", None)  # rows that come as a stream have none
+    if getattr(arguments, "packing", False) or "input_ids" not in columns or table is None:
         return limit
     import pyarrow.compute as pc  # comes with datasets
 
-    longest = int(pc.max(pc.list_value_length(rows.data.column("input_ids"))).as_py())
+    longest = int(pc.max(pc.list_value_length(table.column("input_ids"))).as_py())
     return min(longest, limit or longest)
 
 

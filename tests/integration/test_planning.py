@@ -134,6 +134,8 @@ def test_longest_row_is_that_of_the_rows_up_to_the_limit(tmp_path: Path) -> None
     assert planning.longest_row(arguments(max_length=12), rows) == 12
     assert planning.longest_row(arguments(max_length=64, packing=True), rows) == 64
     assert planning.longest_row(arguments(max_length=64), None) == 64
+    assert planning.longest_row(arguments(max_length=64), rows.to_iterable_dataset()) == 64
+    assert planning.longest_row(arguments(max_length=None), rows.to_iterable_dataset()) is None
     assert planning.longest_row(arguments(DPOConfig, max_length=64), rows) is None
 
 

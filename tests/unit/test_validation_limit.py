@@ -127,9 +127,10 @@ def test_side_times_every_step_but_the_profiled_one(toy: Path, tmp_path: Path) -
 
 def test_rows_are_in_order_where_they_rise(toy: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(side, "rising_lengths", lambda: [16 + step for step in range(20)])
-    result = run_side("toy-resident-rising", toy, tmp_path)
-    tokens = [sample["tokens"] for sample in result["samples"]]
-    assert tokens[:4] == [16, 17, 18, 19]
+    for name in ("toy-resident-rising", "toy-auto-rising"):
+        result = run_side(name, toy, tmp_path)
+        tokens = [sample["tokens"] for sample in result["samples"]]
+        assert tokens[:4] == [16, 17, 18, 19]
 
 
 def test_side_keeps_a_run_that_failed(toy: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -168,7 +169,8 @@ def test_least_copies_are_those_of_the_placement_in_force_and_of_the_head() -> N
 
 
 def result_of(steps: int, **values: Any) -> dict[str, Any]:
-    samples = [{"step": step, "step_ms": 1.0} for step in range(1, steps + 1)]
+    sample = {"step_ms": 1.0, "peak_reserved_bytes": 5}
+    samples = [{"step": step, **sample} for step in range(1, steps + 1)]
     result = {
         "status": "ok",
         "error": None,
@@ -200,6 +202,16 @@ def record_of(name: str, result: dict[str, Any]) -> schema.Record:
 def test_checks(name: str, result: dict[str, Any], failed: set[str]) -> None:
     checks = record_of(name, result)["checks"]
     assert {check for check, passed in checks.items() if not passed} == failed
+
+
+@pytest.mark.parametrize(
+    ("reserved", "settled"), [([1, 2, 3, 3], True), ([1, 2, 3, 4], False), ([1], False)], ids=str
+)
+def test_memory_has_settled_where_the_second_half_took_no_more(
+    reserved: list[int], settled: bool
+) -> None:
+    samples = [{"peak_reserved_bytes": value} for value in reserved]
+    assert driver.has_settled(samples) is settled
 
 
 def test_memory_ends_a_rising_arm_and_no_other() -> None:
@@ -247,5 +259,6 @@ def test_defaults_are_those_of_the_protocol() -> None:
     assert f"The first {driver.NUM_WARMUP} steps" in text
     assert f"A run of at least {driver.FEWEST_STEPS} counts" in text
     long, short = parse_arm("32b-auto-512").num_steps, parse_arm("7b-auto-512").num_steps
+    assert parse_arm("smollm2-auto-2x384").num_steps == long
     assert f"{long} steps for the plain 32B and 72B arms" in text
     assert f"{short} elsewhere" in text

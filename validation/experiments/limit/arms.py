@@ -140,6 +140,8 @@ def _streaming(
 
 
 def _default_steps(match: re.Match[str]) -> int:
+    if match["shape"] == REAL:
+        return LONG_STEPS
     is_long = match["shape"] in _LONG_SHAPES and match["policy"] in _LONG_POLICIES
     is_plain = match["seq_len"] == "512" and not (match["rows"] or match["limit"])
     return LONG_STEPS if is_long and is_plain else SHORT_STEPS

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,14 @@ def make_checks(arm: LimitArm, result: Mapping[str, Any]) -> dict[str, bool]:
         "enough_steps": timed > 0 and len(samples) >= (2 if rises else FEWEST_STEPS),
         "all_steps": len(samples) == arm.num_steps + 1,
         "ended_by_memory": result["status"] == "oom",
+        "no_growth": has_settled(samples),
     }
+
+
+def has_settled(samples: Sequence[Mapping[str, Any]]) -> bool:
+    """Say whether the allocator reserved no more memory in the second half of the steps."""
+    reserved = [sample.get("peak_reserved_bytes") for sample in samples]
+    return len(reserved) > 1 and reserved[-1] == reserved[len(reserved) // 2]
 
 
 def make_timeline(record: schema.Record, bins: list[dict[str, float]]) -> schema.Record:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from peft import LoraConfig
 from torch import nn
 from transformers import AutoTokenizer, TrainerCallback, set_seed
@@ -67,7 +67,7 @@ def limit_memory(limit_gb: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total))
 
 
-def make_rows(job: Job, vocab_size: int) -> tuple[Dataset, dict[str, str]]:
+def make_rows(job: Job, vocab_size: int) -> tuple[Dataset | IterableDataset, dict[str, str]]:
     """Return the rows of every step, the profiled one included, and their id and hash."""
     arm = job.arm
     if arm.seq_len is None:
@@ -76,7 +76,9 @@ def make_rows(job: Job, vocab_size: int) -> tuple[Dataset, dict[str, str]]:
             torch.randint(_FIRST_ID, vocab_size, (length,), generator=generator).tolist()
             for length in rising_lengths()
         ]
-        return Dataset.from_dict({"input_ids": rows}), {"id": f"rising, seed {SEED}", "sha256": ""}
+        # As a stream, in order and of unknown length: else the plan refuses the longest at once.
+        stream = Dataset.from_dict({"input_ids": rows}).to_iterable_dataset()
+        return stream, {"id": f"rising random ids, seed {SEED}"}
     if job.rows is not None:
         rows = load_dataset("json", data_files=job.rows, split="train")
         return rows.select_columns(["prompt", "completion"]), {"id": Path(job.rows).name}
@@ -121,7 +123,6 @@ def train(job: Job, watch: LimitWatch) -> dict[str, str]:
             gradient_accumulation_steps=arm.accumulation_steps,
             seed=SEED,
             use_cpu=device.type == "cpu",
-            train_sampling_strategy="random" if arm.seq_len else "sequential",
             logging_steps=1,
             report_to=[],
             save_strategy="no",
