@@ -23,7 +23,7 @@ from transformers import (
     set_seed,
 )
 
-from poros_hf.environment import read_device_memory
+from poros_hf.environment import read_device_memory, read_host_memory
 from poros_hf.errors import ConfigError, HubError, PorosError, RowsError
 from poros_hf.fitting import Plan
 from poros_hf.hf.adapter_repo import refuse_adapter_as_base
@@ -111,7 +111,9 @@ def check_run(job: Job, *, resume: bool | str | Path = False) -> CheckedRun:
     _check_evaluation(job, eval_rows)
     longest = None if training.packing else int(rows.lengths.max())
     budget = budget_bytes(job.streaming, read_device_memory())
-    plan = plan_run(job, model_config, longest, Hardware(vram_bytes=budget))
+    ram = read_host_memory().available_bytes
+    hardware = Hardware(vram_bytes=budget, ram_bytes=ram)
+    plan = plan_run(job, model_config, longest, hardware)
     num_steps = _num_steps(training, rows)
     if checkpoint is not None:
         check_resumable(checkpoint, job.own.model, job.streaming, job.lora, num_steps)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 from poros_hf.cli.main import main
+from poros_hf.environment import HostMemory
 from poros_hf.hf import finetune
 from poros_hf.hf.pace import PaceCallback
 from tests.hub_stub import READ_ONLY, REPOSITORY, TOKEN, StubHub, serve
@@ -255,6 +256,18 @@ def test_train_refuses_a_disk_that_is_too_small(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
     assert train(write()) == 1
     assert "[disk-space]" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_train_refuses_a_ram_that_is_too_small(
+    write: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    memory = HostMemory(total_bytes=10**5, available_bytes=10**5, limited_by="host")
+    monkeypatch.setattr(finetune, "read_host_memory", lambda: memory)
+    assert train(write()) == 1
+    assert "[ram-budget]" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_weights")
