@@ -312,3 +312,8 @@ def environment_variable(name: str, value: str) -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = before
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """Return the variables of this process with some replaced, for a process that it starts."""
+    return {**os.environ, **changes}

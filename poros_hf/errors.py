@@ -11,6 +11,7 @@
     +- UnsupportedModelError (ValueError)  the model, or a wish about it, cannot be streamed
     +- StreamStateError (RuntimeError)     a block was used against the protocol of the slots
     +- TrainingGuardError (RuntimeError)   training would go on without learning, or on nonsense
+    +- VerifyError (RuntimeError)          the parity check could not be made
 
 Each carries a slug, which names a section of docs/errors.md, and its numbers as `details`, so
 that a caller never parses the text.
@@ -105,6 +106,10 @@ class StreamStateError(PorosError, RuntimeError):
 
 class TrainingGuardError(PorosError, RuntimeError):
     """Training would continue without learning anything, or on numbers that are not finite."""
+
+
+class VerifyError(PorosError, RuntimeError):
+    """The comparison with stock training could not be made."""
 
 
 def name_offenders(names: Sequence[str], limit: int = 5) -> str:

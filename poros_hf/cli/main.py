@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 import poros_hf
-from poros_hf.cli import doctor, plan, train
+from poros_hf.cli import doctor, plan, train, verify
 from poros_hf.errors import PorosError
 
-_COMMANDS = (doctor, plan, train)
+_COMMANDS = (doctor, plan, train, verify)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -29,8 +29,8 @@ _DESCRIPTION = """\
 Say what a training takes, by category, before anything is downloaded but the model's config.json.
 
 Reads the YAML file of a run, or takes a model by name with one row of 1024 tokens and rank 16;
---set changes either. Without --vram the card of this machine is planned for, and its rates are measured;
-with it any card is, on any machine. Nothing is trained and no weight is read."""
+--set changes either. Without --vram the card of this machine is planned for, and its rates are
+measured; with it any card is, on any machine. Nothing is trained and no weight is read."""
 _EPILOG = """\
 exit status: 0 it fits; 1 it does not, or was refused: the message says what to do; 2 wrong usage
 

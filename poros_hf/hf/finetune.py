@@ -176,7 +176,7 @@ def train_run(
     job, training = run.job, run.job.training
     began = time.perf_counter()
     model = from_pretrained(
-        job.own.model, job.streaming, **{**_location(job), **(training.model_init_kwargs or {})}
+        job.own.model, job.streaming, **{**location_of(job), **(training.model_init_kwargs or {})}
     )
     load_s = time.perf_counter() - began
     training.model_init_kwargs = None  # taken above, and refused beside a model
@@ -234,7 +234,8 @@ def _hub_target(training: Any) -> Repository:
     return Repository(name=name, token=training.hub_token)
 
 
-def _location(job: Job) -> dict[str, Any]:
+def location_of(job: Job) -> dict[str, Any]:
+    """Return where the model of a job is, as from_pretrained takes it."""
     return {
         "revision": job.lora.revision,
         "trust_remote_code": job.training.trust_remote_code,
@@ -247,7 +248,7 @@ def read_model_config(job: Job) -> Any:
     Raises:
         PorosError: There is none, or it cannot be streamed.
     """
-    name, location = job.own.model, _location(job)
+    name, location = job.own.model, location_of(job)
     source = Repository(name=name, revision=location["revision"])
     refuse_missing_folder(name)
     refuse_adapter_as_base(source)
@@ -268,14 +269,14 @@ def read_model_config(job: Job) -> Any:
 def _check_model(job: Job) -> Any:
     """Read the model's config, and check what of it is on this machine."""
     model_config = read_model_config(job)
-    source = Repository(name=job.own.model, revision=_location(job)["revision"])
+    source = Repository(name=job.own.model, revision=location_of(job)["revision"])
     check_local_files(source, model_config)
     return model_config
 
 
 def _load_tokenizer(job: Job) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(job.own.model, **_location(job))
+        tokenizer = AutoTokenizer.from_pretrained(job.own.model, **location_of(job))
     except (OSError, ValueError) as error:
         raise _no_tokenizer(job.own.model, str(error).strip().splitlines()[0]) from error
     # Where its files are missing, transformers may make an empty one of the model's kind.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -107,12 +108,13 @@ def _tokenise(rows: Dataset, tokenizer: Any, training: Any, source: Any) -> Data
     from trl import SFTTrainer
 
     try:
-        trainer = SFTTrainer(
-            _stand_in(),
-            args=_whole_rows(training),
-            train_dataset=rows,
-            processing_class=copy.deepcopy(tokenizer),
-        )
+        with tempfile.TemporaryDirectory() as folder:  # a Trainer makes its folder when it is made
+            trainer = SFTTrainer(
+                _stand_in(),
+                args=_whole_rows(training, folder),
+                train_dataset=rows,
+                processing_class=copy.deepcopy(tokenizer),
+            )
     except (TemplateError, ValueError, RuntimeError, TypeError, KeyError) as error:
         raise _not_tokens(rows, tokenizer, source, error) from error
     made = trainer.train_dataset
@@ -133,10 +135,11 @@ def _stand_in() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def _whole_rows(training: Any) -> Any:
+def _whole_rows(training: Any, folder: str) -> Any:
     """Return the arguments with nothing in them that cuts, joins, moves, reports or writes."""
     plain = copy.copy(training)
     changes: dict[str, Any] = {
+        "output_dir": folder,
         "max_length": None,
         "packing": False,
         "padding_free": False,

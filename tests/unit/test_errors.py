@@ -20,6 +20,7 @@ KINDS = {
     "UnsupportedModelError": ValueError,
     "StreamStateError": RuntimeError,
     "TrainingGuardError": RuntimeError,
+    "VerifyError": RuntimeError,
 }
 
 
