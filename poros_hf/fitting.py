@@ -32,7 +32,6 @@ class Job:
 
     Attributes:
         blocks: Packed bytes of each block; None computes them from the shapes.
-        uses_graphs: Layers run as captured graphs.
     """
 
     shapes: ModelShapes
@@ -40,7 +39,17 @@ class Job:
     workload: Workload
     hardware: Hardware
     blocks: tuple[int, ...] | None = None
-    uses_graphs: bool = False
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether layers are replayed from records of their kernels."""
+        return self.shapes.can_replay and self.workload.is_checkpointed
+
+    @property
+    def placed_workload(self) -> Workload:
+        """The workload with the rows that the config lets through a layer at a time."""
+        rows = self.config.micro_batch_size
+        return self.workload if rows == "auto" else replace(self.workload, micro_rows=rows)
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -220,7 +229,7 @@ def _plan_for(job: Job, stream: StreamPlan, *, is_head_resident: bool) -> Plan:
         is_head_resident=is_head_resident or not job.shapes.can_stream_head,
         uses_graphs=job.uses_graphs,
     )
-    device = estimate(job.shapes, job.workload, placement)
+    device = estimate(job.shapes, job.placed_workload, placement)
     moving = device.recompute + device.head
     return Plan(
         job=job,
@@ -265,6 +274,7 @@ def values_that_fit(job: Job, budget: int) -> dict[str, int]:
         "block_size": _halves(block_size(job.config)) if job.blocks is None else (),
         "num_slots": range(plan_stream(job.block_bytes, job.config).num_slots - 1, 0, -1),
         "resident_blocks": range(_named_blocks(job) - 1, -1, -1),
+        "micro_batch_size": range(_micro_rows(job) - 1, 0, -1) if job.uses_graphs else (),
         "per_device_train_batch_size": range(job.workload.rows - 1, 0, -1),
         "max_length": range((job.workload.tokens - 1) // 64 * 64, 0, -64),
         "r": _halves(job.workload.rank),
@@ -279,7 +289,7 @@ def values_that_fit(job: Job, budget: int) -> dict[str, int]:
 
 def with_value(job: Job, name: str, value: int) -> Job:
     """Return the job with one setting, by its name in YAML, changed."""
-    if name in ("block_size", "num_slots", "resident_blocks"):
+    if name in ("block_size", "num_slots", "resident_blocks", "micro_batch_size"):
         return replace(job, config=replace(job.config, **{name: value}))  # type: ignore[arg-type]
     field = {"per_device_train_batch_size": "rows", "max_length": "tokens", "r": "rank"}[name]
     return replace(job, workload=job.workload.of(**{field: value}))
@@ -303,6 +313,10 @@ def _halves(value: int) -> list[int]:
         value //= 2
         halves.append(value)
     return halves
+
+
+def _micro_rows(job: Job) -> int:
+    return job.placed_workload.micro_rows or job.workload.rows
 
 
 def _named_blocks(job: Job) -> int:

@@ -99,7 +99,8 @@ def estimate(
     one_boundary = _ITEM_BYTES * workload.batch_tokens * shapes.hidden_size
     # Captured graphs have fixed copies of one layer's own tensors and gradients, and of what goes
     # in and comes out.
-    fixed = (2 * gradients + shapes.other_bytes) // shapes.num_layers + 4 * one_boundary
+    passed = 4 * _ITEM_BYTES * workload.layer_tokens * shapes.hidden_size
+    fixed = (2 * gradients + shapes.other_bytes) // shapes.num_layers + passed
     base = {
         "slots": placement.slot_bytes,
         "resident_blocks": placement.resident_bytes,
@@ -153,9 +154,9 @@ def _layer_bytes(
     gates = widening + (2 * inner if widening > inner else inner)
     ranks = workload.rank * len(layer)
     per_token = 6 * hidden + attention + mixed + gates + ranks
-    kept = _ITEM_BYTES * workload.batch_tokens * per_token
+    kept = _ITEM_BYTES * workload.layer_tokens * per_token
     widest = max((linear.num_weights for linear in layer), default=0)
-    transient = _ITEM_BYTES * (widest + workload.batch_tokens * (hidden + 2 * inner))
+    transient = _ITEM_BYTES * (widest + workload.layer_tokens * (hidden + 2 * inner))
     return kept, transient
 
 

@@ -215,6 +215,7 @@ _LADDER = {
     "block_size": "makes the slots smaller",
     "num_slots": "gives a slot back",
     "resident_blocks": "keeps fewer blocks on the card",
+    "micro_batch_size": "fewer rows go through a layer at a time",
     "per_device_train_batch_size": "fewer rows at a time; raise gradient_accumulation_steps",
     "max_length": "shorter rows",
     "r": "a smaller adapter",

@@ -274,6 +274,8 @@ class LayerReplayer:
         try:
             with self.streamer.hold(block):
                 self.find(layer_pass, hidden)
+        except torch.OutOfMemoryError:
+            raise  # running the layer as it is takes no less
         except (RuntimeError, TypeError) as error:
             layer_pass.memory.is_recordable = False
             logger.warning(

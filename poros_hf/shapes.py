@@ -60,6 +60,7 @@ class ModelShapes:
         head_bytes: Of the output head; 0 where it is the embedding's matrix.
         other_bytes: Of everything else that stays on the device: norms, biases, towers.
         can_stream_head: Embedding and head can be kept in the host store.
+        can_replay: Layers are of classes whose passes are replayed from records.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ModelShapes:
     head_bytes: int
     other_bytes: int
     can_stream_head: bool = False
+    can_replay: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -121,6 +123,7 @@ class Workload:
     Attributes:
         rows: Rows per device and forward pass.
         tokens: Tokens of the longest row.
+        micro_rows: Rows that go through a layer at a time; None is all of them.
         accumulation: Forward passes per optimizer step.
         rank: Of the LoRA.
         targets: Last names of the linear layers that it is on, or `all-linear`.
@@ -133,6 +136,7 @@ class Workload:
 
     rows: int = 1
     tokens: int = 1024
+    micro_rows: int | None = None
     accumulation: int = 1
     rank: int = 16
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
@@ -145,6 +149,11 @@ class Workload:
     def batch_tokens(self) -> int:
         """Tokens of one forward pass."""
         return self.rows * self.tokens
+
+    @property
+    def layer_tokens(self) -> int:
+        """Tokens that go through a layer at a time."""
+        return min(self.micro_rows or self.rows, self.rows) * self.tokens
 
     def adapter_bytes(self, shapes: ModelShapes) -> int:
         """Return the bytes of the trained weights."""

@@ -16,6 +16,7 @@ from poros_hf.hf.decoder import (
     quantised_linears,
     refuse_unquantised,
 )
+from poros_hf.hf.replayable import is_replayable
 from poros_hf.shapes import LinearShape, ModelShapes, packed_bytes
 
 
@@ -55,24 +56,27 @@ def shapes_from_config(model_config: Any, config: PorosConfig, name: str = "") -
         ],
         name or getattr(model_config, "_name_or_path", "") or model_config.model_type,
         lambda weight: packs.get(id(weight), weight.numel() * item_bytes),
+        all(is_replayable(layer.module) for layer in layers),
     )
 
 
 def shapes_of_model(model: Any) -> ModelShapes:
     """Return the shapes of a streamed model, whatever wraps it, without what is trained."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = find_decoder_layers(base)
     linears = [
         [
             (path.removeprefix(f"{layer.path}.").removesuffix(".base_layer"), module)
             for path, module in quantised_linears(layer)
         ]
-        for layer in find_decoder_layers(base)
+        for layer in layers
     ]
     return _shapes(
         base,
         linears,
         getattr(base.config, "_name_or_path", "") or base.config.model_type,
         lambda weight: 0 if weight.requires_grad else weight.numel() * weight.element_size(),
+        all(is_replayable(layer.module) for layer in layers),
     )
 
 
@@ -81,6 +85,7 @@ def _shapes(
     linears: list[list[tuple[str, Any]]],
     name: str,
     bytes_of: Callable[[Any], int],
+    can_replay: bool,
 ) -> ModelShapes:
     """Count a model whose linear layers that stream are known.
 
@@ -89,6 +94,7 @@ def _shapes(
         linears: (path in the layer, module) of each decoder layer.
         name: What messages call it.
         bytes_of: Bytes that a weight which is not streamed takes.
+        can_replay: See ModelShapes.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is None or head.weight is embedding.weight
@@ -105,6 +111,7 @@ def _shapes(
         other_bytes=sum(
             bytes_of(weight) for weight in model.parameters() if id(weight) not in apart
         ),
+        can_replay=can_replay,
     )
 
 

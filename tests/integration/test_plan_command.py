@@ -60,7 +60,7 @@ def test_plan_says_what_each_setting_would_change(qwen_32b: Path, capsys: Any) -
 def test_plan_as_text_has_the_categories_and_tables(qwen_32b: Path, capsys: Any) -> None:
     assert main(["plan", "-m", str(qwen_32b), *CARD]) == 0
     text = capsys.readouterr().out
-    for word in ("slots", "optimizer", "boundaries", "recompute", "host memory", "moved per step"):
+    for word in ("slots", "optimizer", "boundaries", "graphs", "host memory", "moved per step"):
         assert f"  {word} " in text
     assert "What fits where" in text
     assert "24 GiB" in text

@@ -108,6 +108,18 @@ def test_values_that_fit_do_and_the_next_ones_do_not(vram: float) -> None:
         assert cheapest(with_value(wish, name, following)).needed_bytes > vram * GIB
 
 
+def test_fewer_rows_through_a_layer_are_offered_where_it_is_replayed():
+    wish = replace(
+        job(shapes=replace(STREAMED, can_replay=True)), workload=Workload(tokens=2048, rows=8)
+    )
+    budget = cheapest(wish).needed_bytes - GIB
+    found = values_that_fit(wish, budget)
+    assert 0 < found["micro_batch_size"] < 8
+    smaller = with_value(wish, "micro_batch_size", found["micro_batch_size"])
+    assert cheapest(smaller).needed_bytes <= budget
+    assert "micro_batch_size" not in values_that_fit(replace(wish, shapes=STREAMED), budget)
+
+
 def test_nothing_fits_into_nothing():
     with pytest.raises(CapacityError) as caught:
         fit(job(0.1))

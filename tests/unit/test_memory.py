@@ -97,6 +97,15 @@ def test_graphs_take_the_recompute_into_their_pool():
     assert with_graphs.graphs > sum(layer_bytes(TINY, SMALL))
 
 
+def test_micro_batches_shrink_a_layer_and_not_what_lies_between():
+    batch = replace(SMALL, rows=8)
+    whole, parts = (
+        estimate(QWEN_32B, workload, PLACED) for workload in (batch, replace(batch, micro_rows=2))
+    )
+    assert parts.recompute < whole.recompute
+    assert parts.boundaries == whole.boundaries
+
+
 def test_streamed_head_takes_two_tiles():
     shapes = replace(QWEN_32B, can_stream_head=True)
     device = estimate(shapes, SMALL, replace(PLACED, is_head_resident=False))
