@@ -233,7 +233,7 @@ def _plan_for(job: Job, stream: StreamPlan, *, is_head_resident: bool) -> Plan:
     moving = device.recompute + device.head
     return Plan(
         job=job,
-        stream=stream,
+        stream=replace(stream, is_head_resident=is_head_resident),
         is_head_resident=placement.is_head_resident,
         device=device,
         margin_bytes=round(_FRAGMENT_SHARE * moving) + _FRAGMENT_BYTES,
@@ -261,7 +261,8 @@ def without_excess(plan: Plan, peak_bytes: int) -> StreamPlan | None:
         num_slots=max(1, plan.stream.num_slots),
         resident_blocks=max(0, resident - too_many),
     )
-    return plan_stream(plan.stream.block_bytes, config)
+    stream = plan_stream(plan.stream.block_bytes, config)
+    return replace(stream, is_head_resident=plan.stream.is_head_resident)
 
 
 # Rungs of the ladder: what may be lowered when memory runs out, in the order that costs least.

@@ -104,7 +104,6 @@ def estimate(
     base = {
         "slots": placement.slot_bytes,
         "resident_blocks": placement.resident_bytes,
-        "embedding_and_head": _head_weight_bytes(shapes, placement),
         "other_weights": shapes.other_bytes,
         "adapters": gradients,
         "optimizer": workload.optimizer_bytes(shapes),
@@ -118,16 +117,19 @@ def estimate(
     if not workload.is_checkpointed:
         boundaries += round(terms.layer * kept) * (shapes.num_layers - 1)
     head = round(terms.head * head_bytes(shapes, workload))
+    kept_head = _kept_head_bytes(shapes, placement)
+    common = {"boundaries": boundaries, "recompute": 0, "head": 0, "embedding_and_head": kept_head}
     phases = [
-        {"boundaries": boundaries, "head": head, "gradients": gradients if are_kept else 0},
-        {"boundaries": boundaries, "recompute": recompute, "gradients": early},
-        {"boundaries": one_boundary, "recompute": recompute, "gradients": gradients},
+        {
+            **common,
+            "head": head,
+            "gradients": gradients if are_kept else 0,
+            "embedding_and_head": kept_head + _staged_head_bytes(shapes, placement),
+        },
+        {**common, "recompute": recompute, "gradients": early},
+        {**common, "boundaries": one_boundary, "recompute": recompute, "gradients": gradients},
     ]
-    worst = max(phases, key=lambda phase: sum(phase.values()))
-    return DeviceBytes(
-        **base,
-        **{name: worst.get(name, 0) for name in ("boundaries", "recompute", "head", "gradients")},
-    )
+    return DeviceBytes(**base, **max(phases, key=lambda phase: sum(phase.values())))
 
 
 def layer_bytes(shapes: ModelShapes, workload: Workload) -> tuple[int, int]:
@@ -174,9 +176,14 @@ def head_tile_bytes(shapes: ModelShapes) -> int:
     return min(shapes.vocab_size, HEAD_TILE_ROWS) * shapes.hidden_size * _ITEM_BYTES
 
 
-def _head_weight_bytes(shapes: ModelShapes, placement: Placement) -> int:
+def _kept_head_bytes(shapes: ModelShapes, placement: Placement) -> int:
+    """Return the bytes of embedding and head that are on the device all the time."""
     if not shapes.can_stream_head:
         return shapes.embedding_bytes + shapes.head_bytes
-    # Tied, the head is the embedding's matrix; untied, the embedding is not on the device.
-    head = shapes.head_bytes or shapes.embedding_bytes
-    return head if placement.is_head_resident else 2 * head_tile_bytes(shapes)
+    return (shapes.head_bytes or shapes.embedding_bytes) if placement.is_head_resident else 0
+
+
+def _staged_head_bytes(shapes: ModelShapes, placement: Placement) -> int:
+    """Return the bytes of the tiles while the head runs; see matrix.py."""
+    is_streamed = shapes.can_stream_head and not placement.is_head_resident
+    return 2 * head_tile_bytes(shapes) if is_streamed else 0

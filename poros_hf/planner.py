@@ -22,11 +22,15 @@ class StreamPlan:
     The forward sweep therefore leaves the last S streamed blocks in their slots, the backward
     sweep starts with hits and leaves the first S for the next forward: each pass moves
     N - R - S blocks, the least possible.
+
+    Attributes:
+        is_head_resident: The device keeps the head, or the one matrix of tied embeddings.
     """
 
     block_bytes: tuple[int, ...]
     resident: tuple[int, ...]
     num_slots: int
+    is_head_resident: bool = False
 
     @property
     def num_blocks(self) -> int:

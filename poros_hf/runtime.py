@@ -157,6 +157,14 @@ class Runtime(ABC):
         """
 
     @abstractmethod
+    def map_host(self, buffer: torch.Tensor) -> torch.Tensor | None:
+        """Return page-locked bytes, uint8 [n], as a tensor that kernels of the device can read.
+
+        It is the same memory, read over the link, and valid until `page_unlock`. None where the
+        device cannot do that.
+        """
+
+    @abstractmethod
     def record_work(self, work: Callable[[], None]) -> Replay:
         """Record the kernels that `work` launches, without running them.
 
@@ -364,6 +372,14 @@ class CudaRuntime(Runtime):
     def _generator(self) -> torch.Generator:
         return torch.cuda.default_generators[self.device.index]
 
+    def map_host(self, buffer: torch.Tensor) -> torch.Tensor | None:
+        """See `Runtime.map_host`; what is registered has one address for host and device."""
+        try:
+            mapped = torch.as_tensor(_DeviceBytes(buffer), device=self.device)
+        except RuntimeError:
+            return None
+        return mapped if mapped.data_ptr() == buffer.data_ptr() else None
+
     def drain(self) -> None:
         """Wait for everything on the device, and for what is still to be enqueued."""
         if self._ring is not None:
@@ -393,6 +409,22 @@ class CudaRuntime(Runtime):
             total_ms += pair[0].elapsed_time(pair[1])
             self._free_pairs.append(pair)
         return total_ms
+
+
+class _DeviceBytes:
+    """Host bytes that are announced as device memory.
+
+    Source: the CUDA Array Interface, version 3, of numba's documentation.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self.__cuda_array_interface__ = {
+            "shape": tuple(buffer.shape),
+            "typestr": "|u1",
+            "data": (buffer.data_ptr(), False),
+            "version": 3,
+        }
 
 
 @dataclass(eq=False)
@@ -527,6 +559,10 @@ class CpuRuntime(Runtime):
     def is_rng_state(self, state: torch.Tensor) -> bool:
         """See `Runtime.is_rng_state`."""
         return torch.equal(torch.get_rng_state(), state)
+
+    def map_host(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the buffer: host and device are the same here."""
+        return buffer
 
     def drain(self) -> None:
         """Run every copy that is still queued."""

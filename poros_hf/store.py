@@ -107,6 +107,7 @@ class HostStore:
         self._arena = HostArena(position, runtime, must_pin=must_pin)
         self._missing = {key: set(place.layout.specs) for key, place in self._places.items()}
         self._is_sealed = False
+        self.is_closed = False
 
     @property
     def num_bytes(self) -> int:
@@ -200,6 +201,7 @@ class HostStore:
 
     def close(self) -> None:
         """Release the page lock; idempotent."""
+        self.is_closed = True
         self._arena.close()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,12 @@ import torch
 from torch.profiler import record_function
 
 from poros_hf.errors import StreamStateError
+from poros_hf.matrix import HostMatrix
 from poros_hf.oom import PorosOOMError, Situation, explained, in_block, out_of_memory
 from poros_hf.planner import StreamPlan
 from poros_hf.runtime import Runtime, TransferTimes
 from poros_hf.slots import SlotPool, SlotState
-from poros_hf.store import HostStore, block_key
+from poros_hf.store import EMBEDDING, HEAD, HostStore, block_key
 
 _NO_BLOCKS = StreamPlan(block_bytes=(), resident=(), num_slots=0)
 
@@ -62,17 +63,27 @@ class Streamer:
         store: Sealed; has an entry for every block of the plan.
         plan: Slots and resident blocks.
         runtime: The device.
+        matrices: Embedding and head of the store, by key.
 
     Attributes:
         situation: What the model is doing, for errors; filled by who knows.
     """
 
-    def __init__(self, store: HostStore, plan: StreamPlan, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        store: HostStore,
+        plan: StreamPlan,
+        runtime: Runtime,
+        matrices: Mapping[str, HostMatrix] | None = None,
+    ) -> None:
         self.store = store
         self.runtime = runtime
         self.situation = Situation()
-        self.moved_bytes = 0
+        self.matrices = dict(matrices or {})
+        self.moved_block_bytes = 0
         self.num_copies = 0
+        # Tied to the embedding, the head is the same matrix.
+        self._head = self.matrices.get(HEAD, self.matrices.get(EMBEDDING))
         self._sources = [store.entry(block_key(block)) for block in range(plan.num_blocks)]
         self._lock = threading.RLock()
         self._is_closed = False
@@ -94,6 +105,19 @@ class Streamer:
     def slot_bytes(self) -> int:
         """Device memory of all slots, those of resident blocks included."""
         return self._slots.num_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Host to device so far: blocks, rows of the embedding and tiles of the head."""
+        rows = sum(matrix.moved_bytes for matrix in self.matrices.values())
+        return self.moved_block_bytes + rows
+
+    @property
+    def head_bytes(self) -> int:
+        """What one reading of the whole head moves; 0 where the device keeps it."""
+        if self._head is None or self._head.is_resident:
+            return 0
+        return self._head.spec.num_bytes
 
     def acquire(self, block: int) -> Lease:
         """Make `block` readable on the current stream, fetching it if it is not there.
@@ -196,6 +220,8 @@ class Streamer:
         Streams: blocks the host until the device is idle, if there was.
         """
         with self._lock:
+            for matrix in self.matrices.values():
+                matrix.drop_ahead()
             if SlotState.IN_USE not in self._slots.states():
                 return False
             self.runtime.drain()
@@ -206,6 +232,8 @@ class Streamer:
         """Overwrite a slot with 0xFF before each copy into it, so that a stale read shows."""
         self._poison = True
         self._slots.poison = True
+        for matrix in self.matrices.values():
+            matrix.poison = True
 
     def slot_states(self) -> list[SlotState]:
         """Return the state of every slot, for tests and reports."""
@@ -225,6 +253,8 @@ class Streamer:
             if self._is_closed:
                 return
             self._refuse_while_in_use("closed")
+            for matrix in self.matrices.values():
+                matrix.close()
             self._leave_slots()
             self._is_closed = True
             self._sources = []
@@ -243,6 +273,8 @@ class Streamer:
             for block in range(plan.num_blocks)
         ]
         self._slot_of = plan.slot_of
+        if self._head is not None:
+            self._head.keep_resident(plan.is_head_resident)
         self._streamed = plan.streamed
         self._position = {block: j for j, block in enumerate(self._streamed)}
         self._last_block: int | None = None
@@ -259,7 +291,7 @@ class Streamer:
         source = self._sources[block]
         with record_function(f"poros.stage[block {block}]"):
             self._slots.stage(block, source)
-        self.moved_bytes += source.numel()
+        self.moved_block_bytes += source.numel()
         self.num_copies += 1
 
     def _look_ahead(self, block: int) -> None:

@@ -36,7 +36,7 @@ class StreamReport:
     Attributes:
         store_bytes: Host store, page-locked on a GPU machine.
         slot_bytes: Device memory of all slots.
-        moved_bytes: Host to device, evaluation included.
+        moved_bytes: Host to device, evaluation included: blocks, rows of the embedding, the head.
         steps: Optimizer steps.
         moved_bytes_per_step: Of the steps alone, evaluation left out; 0 before the first step.
         overlap_percent: Share of the copy time that was hidden behind compute.
@@ -357,12 +357,13 @@ def _hide_from_ddp(model: nn.Module) -> None:
 
     DDP would broadcast every parameter when it wraps the model, the ones without memory too.
     """
+    from poros_hf.head import HostWeight
     from poros_hf.nf4 import HostParams4bit
 
     ours = [
         name
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if isinstance(parameter, HostParams4bit)
+        if isinstance(parameter, HostParams4bit | HostWeight)
     ]
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     model._ddp_params_and_buffers_to_ignore = [*before, *ours]  # type: ignore[assignment]
@@ -380,7 +381,7 @@ def _log_plan(session: StreamSession) -> None:
         )
     logger.info(
         "streaming %d blocks through %d slots, %d resident: host store %s (%s), slots %s, "
-        "%s host to device per step",
+        "%s host to device per step, and %s for each reading of the head",
         len(plan.streamed),
         plan.num_slots,
         len(plan.resident),
@@ -388,4 +389,5 @@ def _log_plan(session: StreamSession) -> None:
         "page-locked" if streamer.store.is_pinned else "pageable",
         format_bytes(streamer.slot_bytes),
         format_bytes(plan.moved_bytes_per_step),
+        format_bytes(streamer.head_bytes),
     )

@@ -17,7 +17,8 @@ import torch
 from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, Bnb4bitQuantize
 
 from poros_hf.config import PorosConfig
-from poros_hf.errors import PorosError
+from poros_hf.errors import CheckpointError, PorosError
+from poros_hf.head import HostWeight
 from poros_hf.hf.decoder import (
     DecoderLayer,
     find_decoder_layers,
@@ -25,10 +26,12 @@ from poros_hf.hf.decoder import (
     refuse_unquantised,
     refuse_written,
 )
+from poros_hf.hf.dense import find_dense
 from poros_hf.hf.replayable import is_replayable
 from poros_hf.hf.session import StreamSession
 from poros_hf.layers import BlockHold, swap_class
 from poros_hf.linear import StreamedLinear4bit, WeightHandle
+from poros_hf.matrix import WEIGHT, HostMatrix
 from poros_hf.nf4 import (
     PackedWeight,
     TableCache,
@@ -83,12 +86,21 @@ class ModelCapture:
                 specs += tensor_specs(path, shape, weight_format)
                 self._block_of_weight[f"{path}.weight"] = block
         self._plan = plan_stream([total_bytes(specs) for specs in entries.values()], config)
+        self._dense = find_dense(model)
+        entries.update({dense.key: [dense.spec] for dense in self._dense})
         self._store = HostStore(entries, runtime, must_pin=config.host_memory == "pinned")
+        self._host_weights: dict[str, HostWeight] = {}
+        # Tied weights are taken under one of their names; transformers ties the others to it.
+        self._key_of_dense = {dense.names[0]: dense.key for dense in self._dense}
         self._tables = TableCache()
         self._weights: dict[str, PackedWeight] = {}
 
     def wants(self, name: str) -> bool:
-        """Tell whether the parameter of this name is streamed."""
+        """Tell whether the parameter of this name goes to the store."""
+        return self.is_packed(name) or self.wants_dense(name)
+
+    def is_packed(self, name: str) -> bool:
+        """Tell whether the parameter of this name goes to the store in 4 bits."""
         return name in self._block_of_weight
 
     @property
@@ -103,8 +115,14 @@ class ModelCapture:
 
     def place(self, name: str, part: str) -> tuple[str, str]:
         """Return entry and tensor name in the store for one part of a weight that it wants."""
+        if name in self._key_of_dense:
+            return self._key_of_dense[name], WEIGHT
         path = name.removesuffix(".weight")
         return block_key(self._block_of_weight[name]), f"{path}.{part}"
+
+    def wants_dense(self, name: str) -> bool:
+        """Tell whether the parameter of this name goes to the store as it is."""
+        return name in self._key_of_dense
 
     def take(self, name: str, weight: Any) -> Any:
         """Put a quantised weight into the store and return its placeholder.
@@ -123,12 +141,53 @@ class ModelCapture:
         self._weights[name] = packed
         return placeholder(weight)
 
+    def take_dense(self, name: str, weight: torch.Tensor) -> HostWeight:
+        """Put the embedding or the head into the store and return what stands for it.
+
+        Values that a reader has filled in already are left alone.
+
+        Raises:
+            CheckpointError: It has another shape than planned.
+        """
+        key = self._key_of_dense[name]
+        if not self._store.is_written(key, WEIGHT):
+            dtype = self._store.layout(key).specs[WEIGHT].dtype
+            self._store.write(key, {WEIGHT: weight.to(dtype)})
+        self._host_weights[key] = HostWeight(HostMatrix(self._store, key, self._runtime))
+        return self._host_weights[key]
+
     def take_resident(self) -> None:
         """Take every weight of a model that is loaded, and free its memory as it goes."""
+        self._take_dense_modules()
         for layer in self._layers:
             for path, module in quantised_linears(layer):
                 module.weight = self.take(f"{path}.weight", module.weight)
                 module.quant_state = None
+
+    def _take_dense_modules(self) -> None:
+        """Take embedding and head out of the modules, where they have not been taken before.
+
+        A checkpoint may hold tied weights under the name that they are not taken under.
+
+        Raises:
+            CheckpointError: They have no values.
+        """
+        for dense in self._dense:
+            if dense.key in self._host_weights:
+                continue
+            users = list(dense.users.values())
+            weight = users[0].get_parameter(WEIGHT)
+            if weight.is_meta:
+                raise CheckpointError(
+                    "weights-missing",
+                    f"the checkpoint has no values for {dense.names[0]}",
+                    remedies=["download the checkpoint again"],
+                    missing=[dense.names[0]],
+                )
+            host_weight = self.take_dense(dense.names[0], weight.data)
+            for module in users:
+                if module.get_parameter(WEIGHT) is weight:
+                    module.weight = host_weight
 
     def finish(self, store_fields: tuple[str, ...]) -> StreamSession:
         """Seal the store, bind the linear layers to it and swap the decoder layers' classes.
@@ -139,8 +198,10 @@ class ModelCapture:
         Raises:
             CheckpointError: Weights are missing from the checkpoint.
         """
+        self._take_dense_modules()
         self._store.seal()
-        streamer = Streamer(self._store, self._plan, self._runtime)
+        matrices = {key: weight.matrix for key, weight in self._host_weights.items()}
+        streamer = Streamer(self._store, self._plan, self._runtime, matrices)
         streamer.situation.num_layers = len(self._layers)
         streamer.situation.block_size = block_size(self._config)
         is_nf4 = all(weight.state.quant_type == "nf4" for weight in self._weights.values())
@@ -213,9 +274,12 @@ class CaptureQuantize(Bnb4bitQuantize):  # type: ignore[misc] # transformers is 
 
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Return {parameter name: parameter or its placeholder}."""
+        capture = self.hf_quantizer.capture
+        dense = {name: value for name, value in input_dict.items() if capture.wants_dense(name)}
+        if dense:
+            return {name: capture.take_dense(name, _single(value)) for name, value in dense.items()}
         with _noted(kwargs.get("full_layer_name") or "a weight"):
             result = super().convert(input_dict, **kwargs)
-        capture = self.hf_quantizer.capture
         return {
             name: capture.take(name, weight) if capture.wants(name) else weight
             for name, weight in result.items()
@@ -229,9 +293,18 @@ class CaptureDeserialize(Bnb4bitDeserialize):  # type: ignore[misc] # transforme
         """Return {"weight": parameter or its placeholder}."""
         is_packed = len(input_dict) > 1
         with _noted(kwargs.get("full_layer_name") or "a weight"):
-            result = super().convert(input_dict, **kwargs)
+            result = dict(super().convert(input_dict, **kwargs))
         name = kwargs.get("full_layer_name")
         capture = self.hf_quantizer.capture
-        if not is_packed or name is None or not capture.wants(name):
-            return dict(result)
-        return {key: capture.take(name, weight) for key, weight in dict(result).items()}
+        if name is None or not capture.wants(name):
+            return result
+        if capture.wants_dense(name):
+            return {key: capture.take_dense(name, _single(value)) for key, value in result.items()}
+        if not is_packed:
+            return result
+        return {key: capture.take(name, weight) for key, weight in result.items()}
+
+
+def _single(value: Any) -> torch.Tensor:
+    tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+    return tensor

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from poros_hf.config import PorosConfig
+from poros_hf.head import HostWeight
 from poros_hf.hf.decoder import (
     auto_class,
     find_decoder_layers,
     quantised_linears,
     refuse_unquantised,
 )
+from poros_hf.hf.dense import find_dense
 from poros_hf.hf.replayable import is_replayable
 from poros_hf.shapes import LinearShape, ModelShapes, packed_bytes
 
@@ -57,6 +59,7 @@ def shapes_from_config(model_config: Any, config: PorosConfig, name: str = "") -
         name or getattr(model_config, "_name_or_path", "") or model_config.model_type,
         lambda weight: packs.get(id(weight), weight.numel() * item_bytes),
         all(is_replayable(layer.module) for layer in layers),
+        lambda module: any(module in item.users.values() for item in find_dense(model)),
     )
 
 
@@ -77,6 +80,7 @@ def shapes_of_model(model: Any) -> ModelShapes:
         getattr(base.config, "_name_or_path", "") or base.config.model_type,
         lambda weight: 0 if weight.requires_grad else weight.numel() * weight.element_size(),
         all(is_replayable(layer.module) for layer in layers),
+        lambda module: isinstance(module.weight, HostWeight),
     )
 
 
@@ -86,6 +90,7 @@ def _shapes(
     name: str,
     bytes_of: Callable[[Any], int],
     can_replay: bool,
+    is_on_host: Callable[[Any], bool],
 ) -> ModelShapes:
     """Count a model whose linear layers that stream are known.
 
@@ -95,6 +100,7 @@ def _shapes(
         name: What messages call it.
         bytes_of: Bytes that a weight which is not streamed takes.
         can_replay: See ModelShapes.
+        is_on_host: Whether the host store has, or will have, this embedding or head.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is None or head.weight is embedding.weight
@@ -112,6 +118,9 @@ def _shapes(
             bytes_of(weight) for weight in model.parameters() if id(weight) not in apart
         ),
         can_replay=can_replay,
+        can_stream_head=all(
+            is_on_host(module) for module in (embedding, head) if module is not None
+        ),
     )
 
 

@@ -120,6 +120,13 @@ class PorosHfQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc] # transformers
         size: float = super().param_element_size(model, param_name, param)
         return size
 
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Have embedding and head pass through the operation that captures, too."""
+        if self.capture is not None and self.capture.wants_dense(param_name):
+            return True
+        needs: bool = super().param_needs_quantization(model, param_name, **kwargs)
+        return needs
+
     def get_quantize_ops(self) -> Any:
         """Return the operation that quantises and captures."""
         from poros_hf.hf.capture import CaptureQuantize
@@ -162,13 +169,13 @@ class PorosHfQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc] # transformers
         stays_bytes = sum(
             parameter.numel() * parameter.element_size()
             for name, parameter in model.named_parameters()
-            if parameter.dtype == torch.float32 and not capture.wants(name)
+            if parameter.dtype == torch.float32 and not capture.is_packed(name)
         )
         if model.dtype == torch.float32:
             logger.warning(
-                "loading in float32: what is not streamed (embedding, head, norms) takes %s of "
-                "device memory, and half of it in bfloat16. Pass dtype='bfloat16' (to TRL: "
-                "model_init_kwargs={'dtype': 'bfloat16'}).",
+                "loading in float32: embedding, head and norms take %s of memory, and half of it "
+                "in bfloat16, as does what the head moves in every step. Pass dtype='bfloat16' "
+                "(to TRL: model_init_kwargs={'dtype': 'bfloat16'}).",
                 format_bytes(stays_bytes),
             )
 

@@ -5,7 +5,8 @@ what is tied, converted, missing or superfluous. All it needs for that is a stat
 read themselves when they are indexed. Stock values are slices of mapped files, and mapped pages
 count as resident until the last shard is done. Ours read with `CheckpointReader`.
 
-Bytes that go to the store as they are (packed weights and their scales) are read right into it;
+Bytes that go to the store as they are (packed weights and their scales, embedding and head) are
+read right into it;
 what transformers gets in their place is a tensor of one item on the device.
 """
 
@@ -181,9 +182,8 @@ class _NameMap:
         renamed, pattern = self._rename(name)
         rule = self._rule.get(pattern or "")
         part = _STORED_PARTS.get(name.rpartition(".")[2])
-        if rule is None or part is None or not _is_capture(rule):
-            return None
-        if not self.capture.wants(renamed):
+        is_unchanged = self.capture.wants_dense(renamed) or (rule and _is_capture(rule))
+        if part is None or not is_unchanged or not self.capture.wants(renamed):
             return None
         key, tensor = place = self.capture.place(renamed, part)
         found = TensorSpec(tensor, torch_dtype(stored.dtype), stored.shape)

@@ -71,9 +71,9 @@ def wrong_absmax() -> None:
 
     def write(store: Any, key: str, tensors: dict[str, torch.Tensor]) -> None:
         original(store, key, tensors)
-        block = int(key.rpartition(".")[2])
-        if block == 0:
+        if not key.startswith("block.") or key == block_key(0):
             return
+        block = int(key.rpartition(".")[2])
         for name, tensor in tensors.items():
             if name.endswith(".absmax"):
                 before = name.replace(f".{block}.", f".{block - 1}.")
@@ -96,10 +96,33 @@ def stock_function() -> None:
     StreamedLinear4bit._multiply = multiply
 
 
+def wrong_rows() -> None:
+    """Tiles of the head start one row early."""
+    from poros_hf.matrix import HostMatrix
+
+    original = HostMatrix.rows
+
+    def rows(matrix: HostMatrix, start: int, end: int) -> torch.Tensor:
+        early = min(start, 1)
+        return original(matrix, start - early, end - early)
+
+    HostMatrix.rows = rows
+
+
+def wrong_ids() -> None:
+    """The embedding gathers the row after the one asked for, where the id is odd."""
+    from poros_hf.matrix import HostMatrix
+
+    original = HostMatrix.gather
+    HostMatrix.gather = lambda matrix, ids: original(matrix, ids + ids % 2)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "release-before-backward": release_before_backward,
     "missing-wait": missing_wait,
     "stale-slot": stale_slot,
     "wrong-absmax": wrong_absmax,
     "stock-function": stock_function,
+    "wrong-rows": wrong_rows,
+    "wrong-ids": wrong_ids,
 }

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl.trainer.utils
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoConfig, TrainerCallback
@@ -29,6 +30,7 @@ STEPS = 5
 BATCH = 2
 MAX_LENGTH = 32
 NUM_ROWS = 24
+TILE_ROWS = 64  # of the head, at a time; TRL's own are more than a tiny vocabulary has
 RANK = os.environ.get("RANK", "0")
 
 
@@ -192,6 +194,7 @@ def main() -> None:
     side, job_path = sys.argv[1:]
     job = json.loads(Path(job_path).read_text())
     torch.set_num_threads(1)
+    trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = TILE_ROWS
     load_side = load_resident if side == "resident" else load_streamed
     if job.get("fault"):
         from tests.parity.faults import FAULTS
