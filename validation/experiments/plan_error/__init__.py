@@ -1,0 +1,1 @@
+"""How far the plan is from what is measured: see validation/protocols/plan-error.md."""
