@@ -12,6 +12,7 @@ import ctypes
 import logging
 import mmap
 import os
+import sys
 import threading
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -194,6 +195,8 @@ class _PageLock:
 
     def _touch(self) -> None:
         """Make all pages exist; where the kernel cannot do it for us, locking will."""
+        if sys.platform != "linux":
+            return
         begins = range(0, self._buffer.numel(), _TOUCH_BYTES)
         with ThreadPoolExecutor(_NUM_TOUCHERS, thread_name_prefix="poros-touch") as threads:
             list(threads.map(self._touch_one, begins))

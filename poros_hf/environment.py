@@ -6,6 +6,7 @@ The only reader and writer of environment variables in the package.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -211,6 +212,31 @@ def read_lock_limit() -> int | None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+class HeapTrimmer:
+    """Gives free memory of the C heap back to the system, now and then.
+
+    glibc keeps what is freed in pieces of some megabytes, and fragments it: without this a load on
+    the CPU grows by more than the checkpoint. Does nothing with another C library.
+
+    Args:
+        every_bytes: Trim each time this much has been noted, and at once to begin with.
+    """
+
+    def __init__(self, every_bytes: int) -> None:
+        library = ctypes.CDLL(None) if os.name == "posix" else None
+        self._trim = getattr(library, "malloc_trim", lambda pad: 0)
+        self._every_bytes = every_bytes
+        self._noted_bytes = 0
+        self._trim(0)
+
+    def note(self, num_bytes: int) -> None:
+        """Count bytes that went through the heap."""
+        self._noted_bytes += num_bytes
+        if self._noted_bytes >= self._every_bytes:
+            self._noted_bytes = 0
+            self._trim(0)
 
 
 def read_gpu() -> Gpu | None:

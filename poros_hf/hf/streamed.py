@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils import logging as transformers_logging
 
+from poros_hf.environment import HeapTrimmer
 from poros_hf.errors import ConfigError
 from poros_hf.hf.capture import CaptureDeserialize, ModelCapture
 from poros_hf.hf.quantizer import PorosHfQuantizer
@@ -37,12 +38,15 @@ from poros_hf.reading import CheckpointReader, WantedTensor, torch_dtype
 from poros_hf.shard_index import check_files
 from poros_hf.shards import StoredTensor
 from poros_hf.store import TensorSpec
-from poros_hf.units import GB, format_bytes
+from poros_hf.units import GB, GIB, MIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
 _HOOK = "_load_pretrained_model"
 _is_active: ContextVar[bool] = ContextVar("poros_streamed_reading", default=False)
+# Bytes read between two clean-ups of the heap: it grows by what is quantised on the CPU, and hardly
+# where weights go straight to a device.
+_TRIM_BYTES = {"cpu": 64 * MIB, "cuda": GIB}
 # Last part of a tensor's name in a 4-bit checkpoint -> its part in the store.
 _STORED_PARTS = {"weight": "packed", "absmax": "absmax", "nested_absmax": "nested_absmax"}
 
@@ -136,7 +140,13 @@ def _open_checkpoint(
     ]
     wanted.sort(key=lambda item: dot_natural_key(item.name))  # as transformers asks for them
     total_bytes = sum(item.num_bytes for item in wanted if item.is_ahead)
-    with _progress(total_bytes) as bar, CheckpointReader(wanted, bar.update) as reader:
+    heap = HeapTrimmer(_TRIM_BYTES[names.capture.device.type])
+
+    def note(num_bytes: int) -> None:
+        bar.update(num_bytes)
+        heap.note(num_bytes)
+
+    with _progress(total_bytes) as bar, CheckpointReader(wanted, note) as reader:
         yield {item.name: _lazy(item, reader, names) for item in wanted}
         _report(bar, total_bytes, reader)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,12 @@ import pytest
 from poros_hf import environment
 from poros_hf.environment import (
     PACKAGES,
+    HeapTrimmer,
     describe,
     environment_variable,
     installed_versions,
     read_host_memory,
+    read_lock_limit,
 )
 
 GIB = 2**30
@@ -58,6 +61,29 @@ def tree(tmp_path):
         return memory.total_bytes, memory.available_bytes, memory.limited_by
 
     return SimpleNamespace(root=root, read=read)
+
+
+def test_heap_is_trimmed_at_once_and_then_each_time_enough_was_noted(monkeypatch):
+    calls = []
+    library = SimpleNamespace(malloc_trim=calls.append)
+    monkeypatch.setattr("poros_hf.environment.ctypes.CDLL", lambda name: library)
+    heap = HeapTrimmer(100)
+    trims = []
+    for num_bytes in (60, 60, 60, 200):
+        heap.note(num_bytes)
+        trims.append(len(calls))
+    assert trims == [1, 2, 2, 3]
+
+
+def test_heap_of_another_c_library_is_left_alone(monkeypatch):
+    monkeypatch.setattr("poros_hf.environment.ctypes.CDLL", lambda name: SimpleNamespace())
+    HeapTrimmer(1).note(1)  # no AttributeError
+
+
+@pytest.mark.parametrize(("soft", "expected"), [(65536, 65536), (resource.RLIM_INFINITY, None)])
+def test_lock_limit_is_what_ulimit_says(monkeypatch, soft, expected):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, soft))
+    assert read_lock_limit() == expected
 
 
 def test_read_host_memory_gives_the_host_when_there_is_no_cgroup(tmp_path):

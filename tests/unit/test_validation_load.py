@@ -1,0 +1,149 @@
+"""The load experiment: arms, the page cache, memory by kind, records that the schema takes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from validation.experiments.streamed_load import run as load_run
+from validation.experiments.streamed_load.disk import cached_bytes, evict, read_rate_gbps
+from validation.experiments.streamed_load.memory import MemorySampler, process_bytes
+from validation.experiments.streamed_load.quantisers import compare, pack, unequal_bytes
+from validation.experiments.streamed_load.run import PLANS, LoadArm, make_checks
+from validation.harness import schema
+
+MACHINE = {
+    "hardware": "cpu",
+    "gpu": None,
+    "cpu": {},
+    "ram_bytes": 1,
+    "kernel": "",
+    "python": "",
+    "packages": {},
+}
+
+
+@pytest.mark.parametrize("name", [name for plan in PLANS.values() for name in plan])
+def test_name_of_an_arm_is_its_definition(name):
+    assert LoadArm.parse(name).name == name
+
+
+@pytest.mark.parametrize("name", ["32b", "32b-int8-streamed", "9b-nf4-streamed"])
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match="is no arm"):
+        LoadArm.parse(name)
+
+
+def write_file(folder: Path, num_bytes: int) -> Path:
+    path = folder / "data"
+    path.write_bytes(bytes(num_bytes))
+    return path
+
+
+def test_pages_of_a_file_are_counted_and_dropped(tmp_path):
+    path = write_file(tmp_path, 3 * 2**20 + 5)
+    assert path.read_bytes()
+    assert cached_bytes(path) >= path.stat().st_size
+    assert evict([path]) == 0
+    assert path.read_bytes()[:1] == b"\0"
+    assert cached_bytes(path) > 0
+
+
+def test_disk_is_read_whole_and_past_the_cache(tmp_path):
+    path = write_file(tmp_path, 2**25)
+    evict([path])
+    assert read_rate_gbps([path], 2**30) > 0
+    assert cached_bytes(path) == 0
+
+
+def test_kinds_of_memory_add_up_to_the_resident_set():
+    figures = process_bytes()
+    parts = ("anonymous_bytes", "file_mapped_bytes", "shared_bytes")
+    assert sum(figures[name] for name in parts) == figures["resident_bytes"]
+    assert figures["peak_host_bytes"] >= figures["resident_bytes"]
+
+
+def test_sampler_sees_what_is_allocated_and_names_the_phase():
+    with MemorySampler(10.0) as sampler:
+        before = sampler.look()
+        sampler.phase = "load"
+        held = torch.ones(2**26, dtype=torch.uint8)
+    after = sampler.samples[-1]
+    assert held.numel() == 2**26
+    assert (before["phase"], after["phase"]) == ("start", "load")
+    assert after["resident_bytes"] - before["resident_bytes"] > 0.9 * 2**26
+
+
+def test_same_device_packs_the_same_bytes():
+    figures = compare((64, 128), torch.device("cpu"))
+    assert [value for name, value in figures.items() if "unequal" in name] == [0, 0, 0, 0]
+    assert figures["packed_bytes"] == 64 * 128 // 2
+
+
+def test_differing_bytes_are_counted_by_part():
+    first = pack(torch.randn(64, 64).to(torch.bfloat16))
+    second = {name: part.clone() for name, part in first.items()}
+    second["packed"][7] ^= 1
+    assert unequal_bytes(first, second) == {
+        "packed_unequal_bytes": 1,
+        "absmax_unequal_bytes": 0,
+        "nested_absmax_unequal_bytes": 0,
+        "offset_unequal_bytes": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "line", "losses", "expected"),
+    [
+        ("streamed", "loading with the streamed reader", [2.0, 1.0], (True, True)),
+        ("streamed", "loading with transformers' own reader: x", [2.0, 1.0], (False, True)),
+        ("standard", "loading with transformers' own reader: x", [2.0], (True, False)),
+        ("standard", "loading with transformers' own reader: x", [2.0, 0.0], (True, False)),
+    ],
+)
+def test_checks_look_at_reader_and_losses(strategy, line, losses, expected):
+    arm = LoadArm(shape="toy", source="nf4", layers=None, strategy=strategy)
+    result = {"log": [line], "losses": losses, "store": {"is_pinned": True}}
+    checks = make_checks(arm, result, 2)
+    assert (checks["as_named"], checks["trained"], checks["pinned"]) == (*expected, True)
+
+
+def test_toy_arm_leaves_two_valid_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(load_run, "describe_machine", lambda: MACHINE)
+    monkeypatch.setattr(load_run, "WEIGHTS", ((64, 64),))
+    arguments = ["--arms", "toy-bf16-streamed", "--num-steps", "2", "--seq-len", "32"]
+    arguments += ["--artifacts", str(tmp_path / "artifacts"), "--work", str(tmp_path)]
+    assert load_run.main([*arguments, "--budget-s", "300"]) == 0
+    records = {}
+    for path in sorted((tmp_path / "artifacts").rglob("*.json")):
+        record = json.loads(path.read_text())
+        assert schema.problems(record) == []
+        records[record["id"], record["arm"]] = record
+    load = records["streamed-load", "toy-bf16-streamed"]
+    assert load["samples"][0]["load_gbps"] > 0
+    assert load["samples"][0]["load_peak_host_bytes"] > 0
+    rss = records["rss", "toy-bf16-streamed"]
+    assert {sample["phase"] for sample in rss["samples"]} >= {"start", "train"}
+    assert rss["checks"]["as_named"]
+    assert rss["checks"]["trained"]
+    assert not list(tmp_path.glob("load-*"))
+
+
+def test_run_that_fails_is_kept(tmp_path, monkeypatch):
+    bench = load_run.Bench(
+        machine=MACHINE, artifacts=tmp_path, num_steps=1, seq_len=8, end=time.time() + 60
+    )
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors.index.json").write_text("{}")
+    arm = LoadArm(shape="toy", source="nf4", layers=None, strategy="streamed")
+    failed = {"status": "error", "error": "it failed", "load": {}, "losses": [], "log": []}
+    failed |= {"samples": [], "started": "20260101T000000Z"}
+    monkeypatch.setattr(load_run.Bench, "_run_side", lambda self, job: failed)
+    monkeypatch.setattr(load_run, "read_rate_gbps", lambda paths, num_bytes: 1.0)
+    records = bench.run_arm(arm, tmp_path / "model")
+    assert [record["status"] for record in records] == ["error", "error"]
+    assert len(list(tmp_path.rglob("2026*.json"))) == 2

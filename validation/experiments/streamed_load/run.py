@@ -1,0 +1,310 @@
+"""Load checkpoints as they are in fresh processes, streamed and standard, and train on them.
+
+    python -m validation.experiments.streamed_load.run --plan h200 --budget-s 340
+
+Every arm writes two records: one of the protocol streamed-load, about rate and device memory while
+loading, and one of rss, about host memory over load and training. An arm's name says what it is:
+shape, source (bf16 or nf4), decoder layers where not all, strategy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from validation.experiments.parity.run_all import describe_machine
+from validation.experiments.parity.shapes import SHAPES
+from validation.experiments.streamed_load.disk import evict, is_in_memory, read_rate_gbps
+from validation.experiments.streamed_load.quantisers import SHAPES as WEIGHTS
+from validation.experiments.streamed_load.quantisers import compare
+from validation.experiments.streamed_load.side import Job
+from validation.harness import repository, run, schema
+
+_NAME = re.compile(r"(?P<shape>\w+?)-(?P<source>bf16|nf4)(-l(?P<layers>\d+))?-(?P<strategy>\w+)")
+_DISK_BYTES = 6 * 10**9
+_MOST_CACHED = 0.01
+# Ordered so that a checkpoint is used by all its arms and then deleted.
+PLANS: Mapping[str, tuple[str, ...]] = {
+    "h200": (
+        "32b-bf16-streamed",
+        "32b-bf16-standard",
+        "72b-nf4-streamed",
+        "72b-nf4-standard",
+        "7b-bf16-streamed",
+        "32b-bf16-l1-streamed",
+    ),
+    "toy": ("toy-bf16-streamed", "toy-bf16-standard", "toy-nf4-streamed", "toy-nf4-standard"),
+}
+# Too large for the disk beside nothing else, or only for correctness and memory.
+IN_MEMORY = ("72b-nf4", "7b-bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadArm:
+    """One load.
+
+    Attributes:
+        source: What is on the disk: bf16 is quantised while it is loaded, nf4 is read as it is.
+        layers: Decoder layers; None is all of the shape.
+        strategy: `nf4_load_strategy`.
+    """
+
+    shape: str
+    source: str
+    layers: int | None
+    strategy: str
+
+    @classmethod
+    def parse(cls, name: str) -> LoadArm:
+        """Read an arm's name.
+
+        Raises:
+            ValueError: It is none.
+        """
+        match = _NAME.fullmatch(name)
+        if match is None or match["shape"] not in SHAPES:
+            raise ValueError(f"{name!r} is no arm: SHAPE-SOURCE[-lLAYERS]-STRATEGY")
+        layers = int(match["layers"]) if match["layers"] else None
+        return cls(
+            shape=match["shape"],
+            source=match["source"],
+            layers=layers,
+            strategy=match["strategy"],
+        )
+
+    @property
+    def checkpoint(self) -> str:
+        """Name of the checkpoint, which arms share."""
+        return f"{self.shape}-{self.source}" + (f"-l{self.layers}" if self.layers else "")
+
+    @property
+    def name(self) -> str:
+        """Name of the arm."""
+        return f"{self.checkpoint}-{self.strategy}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What all arms share."""
+
+    machine: Mapping[str, Any]
+    artifacts: Path
+    num_steps: int
+    seq_len: int
+    end: float
+
+    def run_arm(self, arm: LoadArm, model: Path) -> list[schema.Record]:
+        """Drop the caches, measure the disk, load in a fresh process, write both records."""
+        shards = sorted(model.glob("*.safetensors"))
+        total = sum(path.stat().st_size for path in shards)
+        on_disk = not is_in_memory(model)
+        disk_gbps = read_rate_gbps(shards, _DISK_BYTES) if on_disk else None
+        cached = evict(shards)
+        job = Job(
+            model=str(model),
+            work=str(model.parent),
+            strategy=arm.strategy,
+            num_steps=self.num_steps,
+            seq_len=self.seq_len,
+            disk_gbps=disk_gbps,
+        )
+        result = self._run_side(job)
+        checks = {
+            "on_disk": on_disk,
+            "caches_dropped": cached <= _MOST_CACHED * total,
+            **make_checks(arm, result, self.num_steps),
+        }
+        records = [
+            self._make_record(arm, protocol, model, result, checks)
+            for protocol in ("streamed-load", "rss")
+        ]
+        for record in records:
+            print(run.write(record, self.artifacts))
+        return records
+
+    def _run_side(self, job: Job) -> dict[str, Any]:
+        job_path, result_path = (Path(job.work) / name for name in ("job.json", "result.json"))
+        job_path.write_text(json.dumps(asdict(job)))
+        result_path.unlink(missing_ok=True)
+        program = "validation.experiments.streamed_load.side"
+        started = run.utc_stamp()
+        failure: dict[str, Any] = {"load": {}, "losses": [], "samples": [], "log": []}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", program, str(job_path), str(result_path)],
+                cwd=repository.ROOT,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                check=False,
+                timeout=max(1.0, self.end - time.time()),
+            )
+            failure |= {"status": "error", "error": f"exit status {done.returncode}, no result"}
+        except subprocess.TimeoutExpired:
+            failure |= {"status": "cancelled", "error": "stopped at the end of the budget"}
+        is_there = result_path.exists()
+        result = json.loads(result_path.read_text()) if is_there else failure
+        return {**result, "started": started}
+
+    def _make_record(
+        self,
+        arm: LoadArm,
+        protocol: str,
+        model: Path,
+        result: Mapping[str, Any],
+        checks: Mapping[str, bool],
+    ) -> schema.Record:
+        samples = list(result["samples"])
+        if protocol == "streamed-load":
+            samples = [{**result["load"]}] if result["load"] else []
+        return run.make_record(
+            {
+                "id": protocol,
+                "arm": arm.name,
+                "status": result["status"],
+                "error": result["error"],
+                "started": result["started"],
+                "command": ["python", "-m", "validation.experiments.streamed_load.side"],
+                "environment": dict(self.machine),
+                "config": {
+                    **asdict(arm),
+                    "num_steps": self.num_steps,
+                    "seq_len": self.seq_len,
+                    "store": result.get("store"),
+                    "log": result["log"],
+                },
+                "model": describe_checkpoint(model, arm),
+                "data": {"id": "random ids, seed 0", "sha256": ""},
+                "checks": dict(checks),
+                "samples": samples,
+            }
+        )
+
+    def run_quantisers(self) -> schema.Record:
+        """Compare CPU and GPU quantisation, and write that record."""
+        device = torch.device("cuda" if self.machine["gpu"] else "cpu")
+        started = run.utc_stamp()
+        record = run.make_record(
+            {
+                "id": "streamed-load",
+                "arm": "quantisers",
+                "status": "ok",
+                "started": started,
+                "command": ["python", "-m", "validation.experiments.streamed_load.run"],
+                "environment": dict(self.machine),
+                "config": {"weights": [list(shape) for shape in WEIGHTS], "seed": 0},
+                "model": {"id": "random weights, seed 0", "sha256": ""},
+                "data": {"id": "none", "sha256": ""},
+                "checks": {"has_gpu": self.machine["gpu"] is not None},
+                "samples": [compare(shape, device) for shape in WEIGHTS],
+            }
+        )
+        print(run.write(record, self.artifacts))
+        return record
+
+
+def make_checks(arm: LoadArm, result: Mapping[str, Any], num_steps: int) -> dict[str, bool]:
+    """Return the conditions that claims require of a run."""
+    word = "streamed reader" if arm.strategy == "streamed" else "transformers' own reader"
+    losses = result["losses"]
+    return {
+        "as_named": any(word in line for line in result["log"]),
+        "trained": len(losses) == num_steps and all(0.0 < loss < 1e4 for loss in losses),
+        "pinned": bool(result.get("store", {}).get("is_pinned")),
+    }
+
+
+def describe_checkpoint(model: Path, arm: LoadArm) -> dict[str, str]:
+    """Return identity and hash: of the index, because the weights follow from shape and seed."""
+    index = (model / "model.safetensors.index.json").read_bytes()
+    identity = f"qwen2.5 {arm.checkpoint}, random weights, seed 0"
+    return {"id": identity, "sha256": hashlib.sha256(index).hexdigest()}
+
+
+def make_checkpoint(arm: LoadArm, folder: Path) -> Path:
+    """Write an arm's checkpoint from a process of its own."""
+    out = folder / "model"
+    command = [sys.executable, "-m", "validation.experiments.parity.make_checkpoint"]
+    command += ["--shape", arm.shape, "--out", str(out)]
+    if arm.layers:
+        command += ["--layers", str(arm.layers)]
+    if arm.source == "bf16":
+        command += ["--in-16-bits"]
+    subprocess.run(command, check=True)
+    return out
+
+
+def run_arms(names: Sequence[str], bench: Bench, work: str | None) -> Iterator[schema.Record]:
+    """Run arms in order; each checkpoint is written once and deleted behind its last arm."""
+    arms = [LoadArm.parse(name) for name in names]
+    for checkpoint in dict.fromkeys(arm.checkpoint for arm in arms):
+        own = [arm for arm in arms if arm.checkpoint == checkpoint]
+        parent = "/dev/shm" if checkpoint in IN_MEMORY and work is None else work
+        folder = Path(tempfile.mkdtemp(prefix="load-", dir=parent))
+        try:
+            model = make_checkpoint(own[0], folder)
+            for arm in own:
+                if time.time() < bench.end:
+                    yield from bench.run_arm(arm, model)
+        finally:
+            shutil.rmtree(folder)
+
+
+def report(record: schema.Record) -> str:
+    """Return one line about a record."""
+    wanted = ("load_gbps", "load_over_disk", "load_peak_allocated_bytes", "peak_host_bytes")
+    figures = [
+        f"{name} {record['summary'][name]['max']:.4g}"
+        for name in wanted
+        if name in record["summary"]
+    ]
+    failed = [name for name, passed in record["checks"].items() if not passed]
+    return (
+        f"{record['id']} {record['arm']}: {record['status']}, {', '.join(figures)}"
+        f"{', NOT ' + ', '.join(failed) if failed else ''}"
+    )
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plan", choices=PLANS, default="h200")
+    parser.add_argument("--arms", nargs="+", help="in place of the plan's")
+    parser.add_argument("--num-steps", type=int, default=3, help="optimizer steps behind a load")
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--budget-s", type=float, default=340.0)
+    parser.add_argument("--artifacts", type=Path, default=run.ARTIFACTS)
+    parser.add_argument("--work", help="folder for the checkpoints; default: as the protocol says")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the arms; 0 where each is ok."""
+    end, options = time.time(), parse(arguments)
+    bench = Bench(
+        machine=describe_machine(),
+        artifacts=options.artifacts,
+        num_steps=options.num_steps,
+        seq_len=options.seq_len,
+        end=end + options.budget_s,
+    )
+    records = [bench.run_quantisers()]
+    records += run_arms(options.arms or PLANS[options.plan], bench, options.work)
+    print(*map(report, records), sep="\n")
+    return 0 if all(record["status"] == "ok" for record in records) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
