@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 import poros_hf
-from poros_hf.cli import doctor, plan, train, verify
+from poros_hf.cli import doctor, merge, plan, train, verify
 from poros_hf.errors import PorosError
 
-_COMMANDS = (doctor, plan, train, verify)
+_COMMANDS = (doctor, plan, train, verify, merge)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -52,6 +52,11 @@ class AdapterRepository:
         # The adapter's own word about the revision holds for the base that it names.
         self.base_revision = None if base_model else self._adapter.revision
 
+    @property
+    def peft_config(self) -> Any:
+        """What PEFT stored beside the adapter."""
+        return self._adapter
+
     def stored_config(self) -> PorosConfig:
         """Return the PorosConfig beside the adapter, or the default one if there is none.
 

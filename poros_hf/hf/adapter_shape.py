@@ -26,11 +26,8 @@ def count_adapter_weights(model_config: Any, lora: Any) -> int:
         ConfigError: It finds no layer to lie on.
     """
     refuse_adapter("default", lora)
-    plain = copy.deepcopy(model_config)
-    if hasattr(plain, "quantization_config"):
-        del plain.quantization_config  # building the model would ask for its kernels
+    model = meta_model(model_config)
     with torch.device("meta"):
-        model = auto_class(plain).from_config(plain)
         try:
             model = get_peft_model(model, copy.deepcopy(lora))
         except ValueError as error:
@@ -41,3 +38,12 @@ def count_adapter_weights(model_config: Any, lora: Any) -> int:
             ) from error
     refuse_tower_adapters(model)
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+
+
+def meta_model(model_config: Any) -> Any:
+    """Return the model that a config describes, in 16 bits and without memory."""
+    plain = copy.deepcopy(model_config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config  # building the model would ask for its kernels
+    with torch.device("meta"):
+        return auto_class(plain).from_config(plain)

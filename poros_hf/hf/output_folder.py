@@ -12,7 +12,11 @@ from filelock import FileLock, Timeout
 from poros_hf.errors import CapacityError, ConfigError, HostSetupError, name_offenders
 from poros_hf.units import format_bytes
 
-LOCK_FILE = ".poros.lock"
+
+def lock_file(folder: Path) -> Path:
+    """Return the file that stands for an output folder: beside it, so that nobody uploads it."""
+    place = folder.resolve()
+    return place.parent / f".{place.name}.poros-lock"
 
 
 @contextmanager
@@ -31,7 +35,7 @@ def claimed(folder: Path, *, may_hold_files: bool) -> Iterator[None]:
         HostSetupError: It cannot be made or written to.
     """
     with _lock(folder):
-        found = sorted(path.name for path in folder.iterdir() if path.name != LOCK_FILE)
+        found = sorted(path.name for path in folder.iterdir())
         if found and not may_hold_files:
             raise ConfigError(
                 "output-not-empty",
@@ -49,14 +53,18 @@ def claimed(folder: Path, *, may_hold_files: bool) -> Iterator[None]:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    lock = FileLock(folder / LOCK_FILE, timeout=0)
+    path = lock_file(folder)
+    lock = FileLock(path, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
+        if not path.exists():  # its last holder removed it before the lock was had
+            lock.release()
+            lock.acquire()
     except Timeout as error:
         raise ConfigError(
             "output-in-use",
-            f"another run is writing to {folder} (it holds {folder / LOCK_FILE})",
+            f"another run is writing to {folder} (it holds {path})",
             remedies=["wait for it to end", "name another output_dir"],
             path=str(folder),
         ) from error
@@ -70,6 +78,7 @@ def _lock(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        path.unlink(missing_ok=True)
         lock.release()
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from poros_hf.errors import CapacityError, ConfigError, HostSetupError
-from poros_hf.hf.output_folder import LOCK_FILE, check_disk, claimed
+from poros_hf.hf.output_folder import check_disk, claimed, lock_file
 
 HOLD = """
 import sys, pathlib
@@ -53,8 +53,10 @@ def test_claimed_refuses_a_folder_that_another_process_holds_until_that_is_kille
             pytest.fail("the folder was claimed twice")
         assert (caught.value.slug, caught.value.details["path"]) == ("output-in-use", str(tmp_path))
         other.kill()
-    with claimed(tmp_path, may_hold_files=True):
-        assert (tmp_path / LOCK_FILE).exists()
+    with claimed(tmp_path, may_hold_files=False):
+        assert lock_file(tmp_path).exists()
+    assert not lock_file(tmp_path).exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_claimed_says_why_a_folder_cannot_be_made(tmp_path: Path) -> None:
