@@ -17,7 +17,7 @@ import torch
 from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, Bnb4bitQuantize
 
 from poros_hf.config import PorosConfig
-from poros_hf.errors import CheckpointError, PorosError
+from poros_hf.errors import PorosError
 from poros_hf.head import HostWeight
 from poros_hf.hf.decoder import (
     DecoderLayer,
@@ -167,23 +167,14 @@ class ModelCapture:
     def _take_dense_modules(self) -> None:
         """Take embedding and head out of the modules, where they have not been taken before.
 
-        A checkpoint may hold tied weights under the name that they are not taken under.
-
-        Raises:
-            CheckpointError: They have no values.
+        A checkpoint may hold tied weights under the name that they are not taken under, and one
+        that transformers finds no values for it draws at random, with a warning.
         """
         for dense in self._dense:
             if dense.key in self._host_weights:
                 continue
             users = list(dense.users.values())
             weight = users[0].get_parameter(WEIGHT)
-            if weight.is_meta:
-                raise CheckpointError(
-                    "weights-missing",
-                    f"the checkpoint has no values for {dense.names[0]}",
-                    remedies=["download the checkpoint again"],
-                    missing=[dense.names[0]],
-                )
             host_weight = self.take_dense(dense.names[0], weight.data)
             for module in users:
                 if module.get_parameter(WEIGHT) is weight:
