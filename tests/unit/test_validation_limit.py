@@ -24,6 +24,7 @@ from validation.experiments.limit.watch import LimitWatch
 from validation.experiments.parity.make_checkpoint import write_random
 from validation.experiments.parity.recipe import Model
 from validation.experiments.parity.shapes import SHAPES, qwen_config
+from validation.experiments.recipe_32b import watch as watch_module
 from validation.harness import aggregate, repository, schema
 
 FAR = time.time() + 1e6
@@ -166,6 +167,23 @@ def test_least_copies_are_those_of_the_placement_in_force_and_of_the_head() -> N
     assert watch._least_bytes(num_passes=2) == 120
     watch.streaming.plan = SimpleNamespace(stream=planned, moved_bytes=2 * (50 + 7))
     assert watch._least_bytes(num_passes=2) == 2 * (60 + 7)
+
+
+def test_planned_peak_stands_beside_the_measured_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"peak_allocated_bytes": 190, "peak_reserved_bytes": 300}
+    monkeypatch.setattr(watch_module, "memory_bytes", lambda: dict(figures))
+    monkeypatch.setattr(watch_module, "graph_pool_bytes", lambda: 10)
+    stream = SimpleNamespace(moved_bytes_per_step=5e6)
+    plan = SimpleNamespace(device=SimpleNamespace(total=210), stream=stream, moved_bytes=5e6)
+    watch = LimitWatch(0, 3, FAR, link_gbps=50.0)
+    watch.streaming = SimpleNamespace(plan=plan)
+    watch._streamer = SimpleNamespace(plan=stream, moved_bytes=7)
+    watch.samples.append({})
+    watch.on_step_end(SimpleNamespace(gradient_accumulation_steps=1), None, SimpleNamespace())
+    (sample,) = watch.samples
+    assert (sample["planned_peak_bytes"], sample["peak_bytes"]) == (210, 200)
+    assert sample["plan_error_percent"] == pytest.approx(5.0)
+    assert sample["link_floor_ms"] == pytest.approx(0.1)
 
 
 def result_of(steps: int, **values: Any) -> dict[str, Any]:
