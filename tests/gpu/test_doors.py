@@ -64,7 +64,7 @@ def test_device_memory_falls_as_the_callback_moves_a_resident_model(
         expected = adapter_after_training(make_trainer(model, wide_checkpoint, tmp_path))
     with resident_model(wide_checkpoint) as model:
         before = torch.cuda.memory_allocated()
-        callback = PorosStreaming(PorosConfig(num_slots=2), debug=True)
+        callback = PorosStreaming(PorosConfig(num_slots=2, resident_blocks=0), debug=True)
         trainer = make_trainer(model, wide_checkpoint, tmp_path, callbacks=[callback])
         after = torch.cuda.memory_allocated()
         assert len(levels) == 6 * 7
@@ -104,7 +104,7 @@ def test_del_frees_device_pinned_and_host_memory_without_close(wide_checkpoint, 
     process = psutil.Process()
     device_bytes, host_bytes = [], []
     for _ in range(2):  # the first round leaves the workspaces of cuBLAS
-        model = add_adapters(from_pretrained(str(wide_checkpoint), PorosConfig()))
+        model = add_adapters(from_pretrained(str(wide_checkpoint), PorosConfig(resident_blocks=0)))
         session = find_session(model)
         assert session is not None
         session.trainer_state = object()  # no warning: this test looks for itself
