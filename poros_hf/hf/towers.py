@@ -37,7 +37,7 @@ def refuse_tower_adapters(model: Any) -> None:
         "adapter-on-tower",
         f"{len(names)} adapters are on what stands beside the text decoder, which is not trained: "
         f"{name_offenders(names)}",
-        remedies=[f"pass LoraConfig(exclude_modules={exclude!r})"],
+        remedies=[f"pass exclude_modules={exclude!r} (to LoraConfig or PorosTrainer, or in YAML)"],
         names=names,
         exclude_modules=exclude,
     )

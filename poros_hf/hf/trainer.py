@@ -17,6 +17,7 @@ from poros_hf.config import PorosConfig, refuse_unknown
 from poros_hf.errors import ConfigError
 from poros_hf.hf.adapter_file import check_saved_adapter
 from poros_hf.hf.adapter_repo import refuse_adapter_as_base
+from poros_hf.hf.adapter_shape import count_adapter_weights
 from poros_hf.hf.callback import PorosStreaming
 from poros_hf.hf.checkpoints import check_resumable, pick_checkpoint
 from poros_hf.hf.loader import from_pretrained, read_config, refuse_missing_folder
@@ -67,6 +68,7 @@ class PorosTrainer:
         lora_alpha: int = 32,
         lora_dropout: float = 0.0,
         target_modules: str | list[str] = "all-linear",
+        exclude_modules: str | list[str] | None = None,
         revision: str | None = None,
         token: str | bool | None = None,
         trust_remote_code: bool = False,
@@ -82,6 +84,8 @@ class PorosTrainer:
             lora_alpha: Their scale is lora_alpha / lora_rank.
             lora_dropout: Share of the adapters' inputs that is dropped while training, 0 to 1.
             target_modules: Names of linear layers; "all-linear" is all but the output head.
+            exclude_modules: Names of layers to leave out, or a pattern of whole names: towers of
+                multimodal models, above all.
             revision: Branch, tag or commit of the repository.
             token: Access token; None takes the one that `hf auth login` stored.
             trust_remote_code: Whether code from the repository may run.
@@ -90,6 +94,7 @@ class PorosTrainer:
         Raises:
             ConfigError: A name is unknown (the nearest one is named), or a value out of range.
             CheckpointError: The checkpoint is quantised in another format.
+            UnsupportedModelError: The adapter would lie on a vision tower.
         """
         refuse_unknown(config_fields, _known_keywords(cls.from_pretrained))
         config = PorosConfig.from_dict(config_fields)
@@ -105,14 +110,17 @@ class PorosTrainer:
         source = Repository(name=name, revision=revision, token=token)
         refuse_missing_folder(name)
         refuse_adapter_as_base(source)
-        check_local_files(source, read_config(name, config, **location))
+        model_config = read_config(name, config, **location)
+        check_local_files(source, model_config)
         lora = LoraConfig(
             r=lora_rank,
             lora_alpha=lora_alpha,
             lora_dropout=lora_dropout,
             target_modules=target_modules,
+            exclude_modules=exclude_modules,
             task_type="CAUSAL_LM",
         )
+        count_adapter_weights(model_config, lora)
         tokenizer = AutoTokenizer.from_pretrained(name, **location)
         return cls(name, config=config, lora=lora, tokenizer=tokenizer, location=location)
 

@@ -20,6 +20,7 @@ from poros_hf import PorosConfig, PorosTrainer
 from poros_hf.errors import CheckpointError, ConfigError, PorosError, RowsError
 from poros_hf.hf import trainer as trainer_module
 from poros_hf.hf.session import find_session
+from tests.tiny import write_tiny_model
 
 ROWS = Dataset.from_list(
     [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(16)]
@@ -226,6 +227,30 @@ def test_signature_shows_every_default(method: Any) -> None:
     ]
     assert options
     assert all(item.default is not inspect.Parameter.empty for item in options)
+
+
+def test_from_pretrained_leaves_out_the_layers_that_it_is_told_to(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    trainer = PorosTrainer.from_pretrained(tiny_model, lora_rank=4, exclude_modules=["down_proj"])
+    trainer.train(ROWS, output_dir=tmp_path, **SHORT)
+    assert adapters(trainer)
+    assert not any("down_proj" in name for name in adapters(trainer))
+
+
+def test_from_pretrained_names_what_spares_a_vision_tower(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "gemma3", "gemma3-vision")
+    error = refused(lambda: PorosTrainer.from_pretrained(folder))
+    assert error.slug == "adapter-on-tower"
+    exclude = error.details["exclude_modules"]
+    assert f"exclude_modules={exclude!r}" in str(error)
+    trainer = PorosTrainer.from_pretrained(folder, exclude_modules=exclude)
+    assert trainer.lora.exclude_modules == exclude
+
+
+def test_from_pretrained_refuses_layers_that_the_model_does_not_have(tiny_model: Path) -> None:
+    error = refused(lambda: PorosTrainer.from_pretrained(tiny_model, target_modules=["c_attn"]))
+    assert error.slug == "adapter-targets"
 
 
 @pytest.mark.usefixtures("no_weights")
