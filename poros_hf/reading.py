@@ -135,8 +135,8 @@ class WantedTensor:
         path: Its file.
         data_bytes: Where the tensors of that file begin.
         stored: Where it is from there, its type and shape.
-        target: Host memory it goes to, uint8 [its bytes], as soon as it is read; None for tensors
-            that somebody takes with `read`.
+        target: Host memory it goes to as soon as it is read: [its elements], of its type or of
+            one that it is cast to; None for tensors that somebody takes with `read`.
         is_ahead: Whether it is read before it is asked for, which ties up buffers.
     """
 
@@ -363,8 +363,7 @@ class CheckpointReader:
         target = piece.wanted.target
         if target is not None:
             source = self._buffers.tensor(piece.buffer, piece.skew, length)
-            # torch would copy with threads of its own for each of ours.
-            ctypes.memmove(target.data_ptr() + piece.begin, source.data_ptr(), length)
+            _place(piece, source, target)
 
     def _open(self, path: Path) -> ShardFile:
         with self._changed:
@@ -372,6 +371,23 @@ class CheckpointReader:
             if file is None:
                 file = self._files[path] = ShardFile(path)
             return file
+
+
+def can_cast(data_bytes: int, stored: StoredTensor) -> bool:
+    """Tell whether pieces of a tensor consist of whole elements, as those are that are cast."""
+    return (data_bytes + stored.begin_bytes) % torch_dtype(stored.dtype).itemsize == 0
+
+
+def _place(piece: _Piece, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Put a piece, uint8 [its bytes], where it belongs in its tensor's target."""
+    dtype = torch_dtype(piece.wanted.stored.dtype)
+    if dtype == target.dtype:
+        # torch would copy with threads of its own for each of ours.
+        ctypes.memmove(target.data_ptr() + piece.begin, source.data_ptr(), source.nbytes)
+        return
+    first = piece.begin // dtype.itemsize
+    values = source.view(dtype)
+    target[first : first + values.numel()].copy_(values)
 
 
 def _cut_off(path: Path, needed_bytes: int, available_bytes: int) -> CheckpointError:

@@ -179,20 +179,13 @@ class HostStore:
 
     def read(self, key: str, name: str) -> torch.Tensor:
         """Return one tensor over the store's own memory, with a storage of its own."""
-        spec = self._places[key].layout.specs[name]
-        return self.memory(key, name).view(spec.dtype).view(spec.shape)
-
-    def memory(self, key: str, name: str) -> torch.Tensor:
-        """Return the bytes of one tensor, uint8 [its bytes], for a reader to fill in place.
-
-        Whoever fills them says so with `note_written`.
-        """
         place = self._places[key]
+        spec = place.layout.specs[name]
         offset = place.offset_bytes + place.layout.offsets[name]
-        return self._arena.view(offset, place.layout.specs[name].num_bytes)
+        return self._arena.view(offset, spec.num_bytes).view(spec.dtype).view(spec.shape)
 
     def note_written(self, key: str, name: str) -> None:
-        """Count a tensor as written, whose memory was filled in place."""
+        """Count a tensor as written that was filled in place, through what `read` returns."""
         self._missing[key].discard(name)
 
     def is_written(self, key: str, name: str) -> bool:

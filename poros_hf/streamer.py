@@ -59,6 +59,9 @@ class Streamer:
 
     Safe to call from several threads: autograd runs backward on its own.
 
+    The slots of the first plan are made when a block is first asked for: a model that is only
+    loaded takes no memory for them, and the plan is made anew before a training.
+
     Args:
         store: Sealed; has an entry for every block of the plan.
         plan: Slots and resident blocks.
@@ -91,7 +94,7 @@ class Streamer:
         self._borrowed: int | None = None
         self._before_slots_leave: list[Callable[[], None]] = []
         self._views: list[BlockViews] = []
-        self._set_plan(plan)
+        self._follow(plan)
         # Ahead of slots and store going: a copy that is under way would write into memory that is
         # somebody else's by then. Idle devices do not wait.
         weakref.finalize(self, runtime.drain)
@@ -103,8 +106,8 @@ class Streamer:
 
     @property
     def slot_bytes(self) -> int:
-        """Device memory of all slots, those of resident blocks included."""
-        return self._slots.num_bytes
+        """Device memory of all slots, those of resident blocks included, made or not."""
+        return 0 if self._is_closed else sum(self._plan.slot_bytes)
 
     @property
     def moved_bytes(self) -> int:
@@ -135,6 +138,8 @@ class Streamer:
         """
         with self._lock:
             self._refuse_if_closed(f"block {block} was asked for")
+            if not self._views:
+                self._make_slots()
             self._ensure_staged(block)
             stream = self._slots.use(block)
             try:
@@ -209,7 +214,9 @@ class Streamer:
             if plan != self._plan:
                 self._leave_slots()
                 del self._slots, self._views
-                self._set_plan(plan)
+                self._follow(plan)
+            if not self._views:
+                self._make_slots()
 
     def recover(self) -> bool:
         """Take back what an interrupted pass has left in use. No pass may be running.
@@ -262,8 +269,19 @@ class Streamer:
             self._slots = SlotPool(_NO_BLOCKS, self.runtime)
             self.store.close()
 
-    def _set_plan(self, plan: StreamPlan) -> None:
+    def _follow(self, plan: StreamPlan) -> None:
+        """Take a plan over; its slots are still to be made."""
         self._plan = plan
+        self._slots = SlotPool(_NO_BLOCKS, self.runtime)
+        self._views = []
+        self._slot_of = plan.slot_of
+        self._streamed = plan.streamed
+        self._position = {block: j for j, block in enumerate(self._streamed)}
+        self._last_block: int | None = None
+        self._direction = 1
+
+    def _make_slots(self) -> None:
+        plan = self._plan
         with explained(self.situation, f"making {plan.num_slots + len(plan.resident)} slots"):
             self._slots = SlotPool(plan, self.runtime)
         self._slots.poison = self._poison
@@ -272,13 +290,8 @@ class Streamer:
             BlockViews(self.store.layout(block_key(block)).lay_over(self._slots.memory_of(block)))
             for block in range(plan.num_blocks)
         ]
-        self._slot_of = plan.slot_of
         if self._head is not None:
             self._head.keep_resident(plan.is_head_resident)
-        self._streamed = plan.streamed
-        self._position = {block: j for j, block in enumerate(self._streamed)}
-        self._last_block: int | None = None
-        self._direction = 1
 
     def _leave_slots(self) -> None:
         self.runtime.drain()

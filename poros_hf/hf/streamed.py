@@ -34,7 +34,7 @@ from poros_hf.environment import HeapTrimmer
 from poros_hf.errors import ConfigError
 from poros_hf.hf.capture import CaptureDeserialize, ModelCapture
 from poros_hf.hf.quantizer import PorosHfQuantizer
-from poros_hf.reading import CheckpointReader, WantedTensor, torch_dtype
+from poros_hf.reading import CheckpointReader, WantedTensor, can_cast, torch_dtype
 from poros_hf.shard_index import check_files
 from poros_hf.shards import StoredTensor
 from poros_hf.store import TensorSpec
@@ -132,7 +132,7 @@ def _open_checkpoint(
             path=header.path,
             data_bytes=header.data_bytes,
             stored=stored,
-            target=names.target(name, stored),
+            target=names.target(name, stored, header.data_bytes),
             is_ahead=names.is_known(name),
         )
         for header in headers
@@ -153,14 +153,15 @@ def _open_checkpoint(
 
 def _lazy(wanted: WantedTensor, reader: CheckpointReader, names: _NameMap) -> LazyTensor:
     device = names.capture.device
-    if wanted.target is None:
+    target = wanted.target
+    if target is None:
         return LazyTensor(wanted.stored, lambda: reader.read(wanted.name, device))
 
     def settle() -> torch.Tensor:
         reader.settle(wanted.name)
         names.note_written(wanted.name)
         shape = wanted.stored.shape
-        item = torch.empty([1] * len(shape), dtype=torch_dtype(wanted.stored.dtype), device=device)
+        item = torch.empty([1] * len(shape), dtype=target.dtype, device=device)
         return item.expand(shape)
 
     return LazyTensor(wanted.stored, settle)
@@ -187,20 +188,27 @@ class _NameMap:
         """Tell whether the model has a place for a tensor of the checkpoint."""
         return self._rename(name)[0] in self._known
 
-    def target(self, name: str, stored: StoredTensor) -> torch.Tensor | None:
-        """Return the store's memory for a tensor that goes there unchanged, or None."""
+    def target(self, name: str, stored: StoredTensor, data_bytes: int) -> torch.Tensor | None:
+        """Return the store's memory for a tensor that goes there as it is, or but cast, or None.
+
+        What is not as planned has none: it is refused where everybody's is.
+        """
         renamed, pattern = self._rename(name)
-        rule = self._rule.get(pattern or "")
         part = _STORED_PARTS.get(name.rpartition(".")[2])
-        is_unchanged = self.capture.wants_dense(renamed) or (rule and _is_capture(rule))
-        if part is None or not is_unchanged or not self.capture.wants(renamed):
+        if part is None or not self.capture.wants(renamed):
+            return None
+        is_dense = self.capture.wants_dense(renamed)
+        rule = self._rule.get(pattern or "")
+        if not (is_dense if rule is None else _is_capture(rule)):
             return None
         key, tensor = place = self.capture.place(renamed, part)
+        spec = self.capture.store.layout(key).specs.get(tensor)
         found = TensorSpec(tensor, torch_dtype(stored.dtype), stored.shape)
-        if self.capture.store.layout(key).specs.get(tensor) != found:
-            return None  # what is not as planned is refused where everybody's is
+        is_castable = is_dense and can_cast(data_bytes, stored)
+        if spec is None or stored.shape != spec.shape or not (found == spec or is_castable):
+            return None
         self._places[name] = place
-        return self.capture.store.memory(*place)
+        return self.capture.store.read(*place).view(-1)
 
     def note_written(self, name: str) -> None:
         """Tell the store that a tensor has arrived."""

@@ -145,6 +145,7 @@ def test_two_trainers_in_one_process_follow_each_other_and_stand_side_by_side(
 def test_deleted_model_frees_slots_and_store(load_streamed: Callable[..., Any]) -> None:
     model = load_streamed()
     streamer = find_session(model).streamer
+    streamer.replan(streamer.plan)
     watched = [
         weakref.ref(streamer),
         weakref.ref(streamer.store),
@@ -195,7 +196,10 @@ def test_deleted_model_waits_for_copies_that_are_under_way(
     model = AutoModelForCausalLM.from_pretrained(
         tiny_model, quantization_config=PorosConfig(), dtype="bfloat16"
     )
-    find_session(model).streamer._look_ahead(0)
+    streamer = find_session(model).streamer
+    streamer.replan(streamer.plan)
+    streamer._look_ahead(0)
+    del streamer
     assert runtime._queue
     del model
     gc.collect()

@@ -65,11 +65,12 @@ def make_streamer(
     num_resident: int = 0,
     runtime: CpuRuntime | None = None,
 ) -> Streamer:
-    """Return a streamer over a store of its own, with poison on."""
+    """Return a streamer over a store of its own, with slots made and poison on."""
     runtime = runtime or CpuRuntime()
     store = make_store(sizes, runtime)
     streamer = Streamer(store, make_plan(store, num_slots, num_resident), runtime)
     streamer.enable_poison()
+    streamer.replan(streamer.plan)
     return streamer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import random
@@ -14,8 +15,8 @@ from safetensors.torch import save_file
 
 from poros_hf import reading
 from poros_hf.errors import CheckpointError
-from poros_hf.reading import CheckpointReader, ShardFile, WantedTensor
-from poros_hf.shards import read_header
+from poros_hf.reading import CheckpointReader, ShardFile, WantedTensor, can_cast
+from poros_hf.shards import StoredTensor, read_header
 
 CPU = torch.device("cpu")
 
@@ -72,7 +73,7 @@ def test_every_tensor_has_its_bytes_in_any_order(order: str, tmp_path: Path) -> 
 def test_tensor_with_a_target_is_read_into_it(tmp_path: Path) -> None:
     tensors = make_tensors()
     wanted = write(tmp_path, tensors)
-    targets = {item.name: torch.empty(item.num_bytes, dtype=torch.uint8) for item in wanted}
+    targets = {name: torch.empty_like(value).view(-1) for name, value in tensors.items()}
     aimed = [
         WantedTensor(
             name=item.name,
@@ -87,7 +88,24 @@ def test_tensor_with_a_target_is_read_into_it(tmp_path: Path) -> None:
         for item in aimed:
             reader.settle(item.name)
     for name, value in tensors.items():
-        assert torch.equal(targets[name].view(value.dtype).view(value.shape), value)
+        assert torch.equal(targets[name].view(value.shape), value)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.float16])
+def test_tensor_is_cast_on_its_way_into_a_target_of_another_type(source, tmp_path: Path) -> None:
+    values = torch.randn(777, 13, dtype=torch.float64).to(source)
+    (wanted,) = write(tmp_path, {"a": values})
+    assert can_cast(wanted.data_bytes, wanted.stored)
+    target = torch.empty(values.numel(), dtype=torch.bfloat16)
+    with CheckpointReader([dataclasses.replace(wanted, target=target)]) as reader:
+        reader.settle("a")
+    assert torch.equal(target.view(777, 13), values.to(torch.bfloat16))
+
+
+def test_tensor_that_begins_within_an_element_is_not_cast() -> None:
+    stored = StoredTensor("F32", (2,), 6, 14)
+    assert [can_cast(data_bytes, stored) for data_bytes in (8, 10)] == [False, True]
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -202,6 +202,43 @@ def test_close_is_refused_while_a_block_is_in_use():
         assert slug_of(streamer.close) == "slot-in-use"
 
 
+def make_counted() -> tuple[Streamer, list[int]]:
+    """Return a streamer as a load leaves it, and the sizes of what it allocates."""
+    runtime = CpuRuntime()
+    store = make_store(SIZES, runtime)
+    allocated: list[int] = []
+    stock = runtime.allocate
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        allocated.append(num_bytes)
+        return stock(num_bytes)
+
+    runtime.allocate = allocate
+    return Streamer(store, make_plan(store, 2, 0), runtime), allocated
+
+
+def test_slots_are_made_when_a_block_is_first_asked_for():
+    streamer, allocated = make_counted()
+    assert (allocated, streamer.slot_states()) == ([], [])
+    visit(streamer, 0)
+    assert allocated == list(streamer.plan.slot_bytes)
+    visit(streamer, 1)
+    assert len(allocated) == 2
+
+
+def test_slots_are_made_at_once_by_a_replan_to_the_same_plan():
+    streamer, allocated = make_counted()
+    streamer.replan(streamer.plan)
+    assert sum(allocated) == streamer.slot_bytes > 0
+
+
+def test_poison_that_was_enabled_before_the_slots_were_made_holds():
+    streamer, _ = make_counted()
+    streamer.enable_poison()
+    visit(streamer, 0)
+    assert streamer._slots.poison
+
+
 def test_close_gives_the_slots_back():
     streamer = make_streamer(SIZES)
     visit(streamer, 0)
