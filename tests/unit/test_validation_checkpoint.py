@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 pytest.importorskip("bitsandbytes")
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from validation.experiments.parity.make_checkpoint import (
     pack_linear,
@@ -81,3 +81,24 @@ def test_write_random_loads_in_stock_transformers_with_finite_logits(tmp_path):
         logits = model(torch.arange(16)[None]).logits
     assert torch.isfinite(logits).all()
     assert logits.std() > 0
+
+
+def test_tokenizer_makes_tokens_of_any_text_as_a_qwen_model_loads_it(tmp_path: Path) -> None:
+    write_random(qwen_config("toy", 2), tmp_path / "random", CPU)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "random")
+    ids = tokenizer("Some text", add_special_tokens=False)["input_ids"]
+    assert len(ids) == len("Some text")
+    assert min(ids) > 3
+
+
+def test_weights_in_16_bits_are_those_that_were_quantised(tmp_path: Path) -> None:
+    for name in ("nf4", "bf16"):
+        config = qwen_config("toy", 2)
+        write_random(config, tmp_path / name, CPU, in_16_bits=name == "bf16")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16)
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "nf4", dtype=torch.bfloat16)
+    ours = packed.model.layers[1].mlp.up_proj.weight
+    theirs = dense.model.layers[1].mlp.up_proj.weight
+    expected = pack_linear("x", theirs.detach())
+    assert torch.equal(ours.data, expected["x.weight"])
+    assert torch.equal(dense.lm_head.weight, packed.lm_head.weight)

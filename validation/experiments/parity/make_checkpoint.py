@@ -19,8 +19,8 @@ from pathlib import Path
 
 import bitsandbytes as bnb
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -137,10 +137,14 @@ def write_random(
 
 
 def save_tokenizer(out: Path) -> None:
-    """Write a tokenizer of a few words: training needs one for padding, not for text."""
-    words = {word: index for index, word in enumerate(["<bos>", "<eos>", "<pad>", "<unk>"])}
+    """Write a tokenizer with one token per byte: any text becomes tokens, whatever reads it."""
+    special = ["<bos>", "<eos>", "<pad>", "<unk>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {word: index for index, word in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
+        tokenizer_object=tokenizer,
         bos_token="<bos>",
         eos_token="<eos>",
         pad_token="<pad>",

@@ -34,6 +34,7 @@ from validation.experiments.parity.shapes import SHAPES
 from validation.harness import repository, run, schema
 
 NEEDED_GB: Mapping[str, float] = {"toy": 0.1, "7b": 8, "32b": 22}
+_ROWS_GB = 0.1
 NUM_WARMUP = 5
 # Kept free at the end of an arm for saving, and at the end of everything for the artifact.
 _CLOSING_S = 15.0
@@ -217,7 +218,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.touch_gib:
         touch_memory(options.touch_gib)
     machine = describe_machine()
-    work = choose_work_folder(NEEDED_GB[options.shape], options.work)
+    needed_gb = NEEDED_GB[options.shape] if options.checkpoint is None else _ROWS_GB
+    work = choose_work_folder(needed_gb, options.work)
     try:
         rows, data = make_rows(options, work)
         bench = Bench(
