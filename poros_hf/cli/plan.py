@@ -69,11 +69,15 @@ def register(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan; returns 1 where it does not fit."""
-    from poros_hf.hf.finetune import read_model_config
+    from poros_hf.hf.model_config import find_model_config
     from poros_hf.hf.planning import plan_run
 
     job = _read(options)
-    model_config = read_model_config(job)
+    location = {
+        "revision": job.lora.revision,
+        "trust_remote_code": job.training.trust_remote_code,
+    }
+    model_config = find_model_config(job.own.model, **location)
     free = plan_run(job, model_config, None, _unlimited(options))
     most_tokens = _most_tokens(model_config)
     cards = [size * GIB for size in COMMON_CARDS_GIB]

@@ -110,7 +110,7 @@ def _check_of_model(options: argparse.Namespace) -> Check:
 
     from poros_hf.config import PorosConfig
     from poros_hf.errors import ConfigError
-    from poros_hf.hf.loader import refuse_missing_folder
+    from poros_hf.hf.model_config import refuse_missing_folder
     from poros_hf.hf.verify import Check, random_rows
 
     if options.set:

@@ -24,14 +24,15 @@ from transformers import (
 )
 
 from poros_hf.environment import read_device_memory, read_host_memory
-from poros_hf.errors import ConfigError, HubError, PorosError, RowsError
+from poros_hf.errors import ConfigError, HubError, RowsError
 from poros_hf.fitting import Plan
 from poros_hf.hf.adapter_repo import refuse_adapter_as_base
 from poros_hf.hf.adapter_shape import count_adapter_weights
 from poros_hf.hf.arguments import Job
 from poros_hf.hf.callback import PorosStreaming, StreamReport
 from poros_hf.hf.checkpoints import check_resumable, pick_checkpoint
-from poros_hf.hf.loader import from_pretrained, read_config, refuse_missing_folder
+from poros_hf.hf.loader import from_pretrained, read_config
+from poros_hf.hf.model_config import naming_model, refuse_missing_folder
 from poros_hf.hf.output_folder import check_disk
 from poros_hf.hf.planning import budget_bytes, plan_run
 from poros_hf.hf.preparation import PreparedRows, prepare_rows
@@ -242,34 +243,14 @@ def location_of(job: Job) -> dict[str, Any]:
     }
 
 
-def read_model_config(job: Job) -> Any:
-    """Read the config of a run's model; nothing else of it has to be there.
-
-    Raises:
-        PorosError: There is none, or it cannot be streamed.
-    """
+def _check_model(job: Job) -> Any:
+    """Read the model's config, and check what of it is on this machine."""
     name, location = job.own.model, location_of(job)
     source = Repository(name=name, revision=location["revision"])
     refuse_missing_folder(name)
     refuse_adapter_as_base(source)
-    try:
+    with naming_model(name):
         model_config = read_config(name, job.streaming, **location)
-    except PorosError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "model-not-found",
-            f"no model at {name}: {str(error).strip().splitlines()[0]}",
-            remedies=["check the name, or name a folder with config.json", "run `hf auth login`"],
-            model=name,
-        ) from error
-    return model_config
-
-
-def _check_model(job: Job) -> Any:
-    """Read the model's config, and check what of it is on this machine."""
-    model_config = read_model_config(job)
-    source = Repository(name=job.own.model, revision=location_of(job)["revision"])
     check_local_files(source, model_config)
     return model_config
 

@@ -14,15 +14,16 @@ from transformers import AutoConfig
 
 from poros_hf.config import PorosConfig, require_config
 from poros_hf.environment import environment_variable
-from poros_hf.errors import CheckpointError, ConfigError, HubError
+from poros_hf.errors import CheckpointError, ConfigError
 from poros_hf.hf.adapter_file import ADAPTER_CONFIG
 from poros_hf.hf.adapter_repo import AdapterRepository, is_adapter, rebuild
 from poros_hf.hf.capture import telling_failures
 from poros_hf.hf.decoder import auto_class
+from poros_hf.hf.model_config import refuse_missing_folder
 from poros_hf.hf.quantizer import PrequantisedConfig
 from poros_hf.hf.streamed import streamed_reading
 from poros_hf.hf.weight_files import check_local_files
-from poros_hf.hub import Repository, looks_like_path
+from poros_hf.hub import Repository
 from poros_hf.oom import Situation, explained
 
 logger = logging.getLogger(__name__)
@@ -104,21 +105,6 @@ def _check_arguments(config: Any, kwargs: dict[str, Any]) -> None:
             "PorosConfig, the second argument",
             remedies=["pass PorosConfig(...) with these fields"],
             fields=loose,
-        )
-
-
-def refuse_missing_folder(name: str) -> None:
-    """Refuse what can only be meant as a folder and is none.
-
-    Raises:
-        HubError: The folder is named.
-    """
-    if looks_like_path(name) and not Path(name).is_dir():
-        raise HubError(
-            "hub-folder",
-            f"the folder {name} does not exist",
-            remedies=["check the path", "name a repository as owner/name"],
-            repository=name,
         )
 
 

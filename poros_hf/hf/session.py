@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,8 +15,10 @@ from torch import nn
 from poros_hf.config import PorosConfig
 from poros_hf.errors import ConfigError, UnsupportedModelError
 from poros_hf.oom import Situation, explained
-from poros_hf.replay import LayerReplayer
 from poros_hf.streamer import Streamer
+
+if TYPE_CHECKING:
+    from poros_hf.replay import LayerReplayer
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from poros_hf.hf.adapter_repo import refuse_adapter_as_base
 from poros_hf.hf.adapter_shape import count_adapter_weights
 from poros_hf.hf.callback import PorosStreaming
 from poros_hf.hf.checkpoints import check_resumable, pick_checkpoint
-from poros_hf.hf.loader import from_pretrained, read_config, refuse_missing_folder
+from poros_hf.hf.loader import from_pretrained, read_config
+from poros_hf.hf.model_config import refuse_missing_folder
 from poros_hf.hf.session import explained_training
 from poros_hf.hf.weight_files import check_local_files
 from poros_hf.hub import Repository
