@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from poros_hf.errors import StreamStateError
+from poros_hf.oom import Situation, explained
 from poros_hf.runtime import Runtime
 from poros_hf.store import HostStore
 
@@ -48,6 +49,7 @@ class HostMatrix:
     Attributes:
         moved_bytes: Copied or gathered from the host so far.
         poison: Overwrite a tile with 0xFF before the copy, so that a read without a wait shows.
+        situation: What the model is doing, for errors.
     """
 
     def __init__(self, store: HostStore, key: str, runtime: Runtime) -> None:
@@ -56,6 +58,7 @@ class HostMatrix:
         self.device = runtime.device
         self.moved_bytes = 0
         self.poison = False
+        self.situation = Situation()
         self._store = store
         self._runtime = runtime
         self._lock = threading.RLock()
@@ -143,7 +146,8 @@ class HostMatrix:
 
     def _stage(self, start: int, end: int) -> _Tile:
         source = self.host()[start:end].reshape(-1).view(torch.uint8)
-        memory = self._runtime.allocate(source.numel())
+        with explained(self.situation, f"reading rows {start} to {end} of the {self.key}"):
+            memory = self._runtime.allocate(source.numel())
         stream = self._runtime.current_stream()
         copied = self._runtime.new_event(f"copied[{self.key} {start}]")
         self._runtime.record(self._allocated, stream)

@@ -83,6 +83,8 @@ class Streamer:
         self.runtime = runtime
         self.situation = Situation()
         self.matrices = dict(matrices or {})
+        for matrix in self.matrices.values():
+            matrix.situation = self.situation
         self.moved_block_bytes = 0
         self.num_copies = 0
         # Tied to the embedding, the head is the same matrix.

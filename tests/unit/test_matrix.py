@@ -8,6 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from poros_hf.errors import StreamStateError
 from poros_hf.matrix import WEIGHT, HostMatrix
+from poros_hf.oom import PorosOOMError
 from poros_hf.runtime import CpuRuntime
 from poros_hf.store import HEAD, HostStore, TensorSpec
 
@@ -163,6 +164,19 @@ def test_resident_matrix_moves_nothing_more():
     matrix.keep_resident(False)
     matrix.rows(0, ROWS)
     assert matrix.moved_bytes == before + values.nbytes
+
+
+def test_tile_that_does_not_fit_is_named(monkeypatch):
+    matrix, values = make_matrix()
+
+    def fail(num_bytes):
+        raise torch.OutOfMemoryError("Tried to allocate 1 MiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(matrix._runtime, "allocate", fail)
+        with pytest.raises(PorosOOMError, match="reading rows 4 to 8 of the head"):
+            matrix.rows(4, 8)
+    assert torch.equal(matrix.rows(4, 8), values[4:8])
 
 
 def test_closed_matrix_says_so():
