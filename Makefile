@@ -18,7 +18,7 @@ READY := $(VENV)/.complete
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install quality test test-full test-gpu demo validate claims check-tables check build clean ci
+.PHONY: help install quality test test-full test-gpu demo validate claims check-tables check docs build clean ci
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -63,10 +63,13 @@ check-tables: $(READY)  ## fail if a generated table or figure differs from the 
 
 check: quality check-tables  ## all that is checked without running a test
 
+docs: $(READY)  ## the site, into site/; a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
+
 build: $(READY)  ## the wheel, into dist/
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove what was built or written, but not .venv and models/
-	rm -rf build dist $(OUTPUTS) *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf build dist site $(OUTPUTS) *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-ci: test check-tables build  ## what has to pass before a change lands
+ci: test check-tables docs build  ## what has to pass before a change lands
