@@ -59,7 +59,8 @@ def run_side(name: str, model: Path, work: Path, num_steps: int) -> Side:
         *("--model", str(model), "--output_dir", str(work / name), "--max_steps", str(num_steps)),
         *("--deterministic", "true", "--logging_steps", "1", "--disable_tqdm", "true"),
         *("--prompt", ""),
-        *(() if name == "streamed" else ("--resident",)),
+        # Else the spare memory of a large card holds the whole base.
+        *(("--resident_blocks", "0") if name == "streamed" else ("--resident",)),
     ]
     environment = {
         **os.environ,
