@@ -212,10 +212,11 @@ def record_of(name: str, result: dict[str, Any]) -> schema.Record:
         ("7b-auto-512", result_of(31), {"ended_by_memory"}),
         ("7b-auto-512", result_of(20), {"ended_by_memory", "all_steps"}),
         ("7b-auto-512", result_of(19), {"ended_by_memory", "all_steps", "enough_steps"}),
+        ("7b-auto-8x512", result_of(8), {"ended_by_memory", "all_steps"}),
         ("7b-resident-512", result_of(31), {"ended_by_memory", "as_named"}),
         ("7b-auto-512", result_of(31, imports_poros_hf=False), {"ended_by_memory", "as_named"}),
     ],
-    ids=["complete", "early", "too early", "not resident", "not streamed"],
+    ids=["complete", "early", "too early", "many rows", "not resident", "not streamed"],
 )
 def test_checks(name: str, result: dict[str, Any], failed: set[str]) -> None:
     checks = record_of(name, result)["checks"]
@@ -276,6 +277,8 @@ def test_defaults_are_those_of_the_protocol() -> None:
     text = (repository.ROOT / "validation" / "protocols" / "limit.md").read_text()
     assert f"The first {driver.NUM_WARMUP} steps" in text
     assert f"A run of at least {driver.FEWEST_STEPS} counts" in text
+    long_steps = f"{driver.FEWEST_LONG_STEPS} where a step has {driver.MANY_ROWS} rows"
+    assert f"of at least {long_steps}" in text
     long, short = parse_arm("32b-auto-512").num_steps, parse_arm("7b-auto-512").num_steps
     assert parse_arm("smollm2-auto-2x384").num_steps == long
     assert f"{long} steps for the plain 32B and 72B arms" in text
