@@ -2,8 +2,9 @@
 
 [Note: tile lifetime]
 Whoever reads rows gets device memory of its own, which lives as long as somebody refers to it. No
-tile is ever overwritten, so that a reader, or autograd, may keep one; a reader that drops each
-tile before the next leaves two at most, and none once it is through. The memory comes from the
+tile is overwritten by another, so that a reader may keep one; a reader that drops each tile before
+the next leaves two at most, and none once it is through. It is memory that replayed layers use as
+well: a tile that is kept while a layer runs is an error. The memory comes from the
 compute stream's allocator, so a tile's copy waits for what that stream was still doing with the
 memory, and its reader's stream waits for the copy.
 """
@@ -146,8 +147,12 @@ class HostMatrix:
 
     def _stage(self, start: int, end: int) -> _Tile:
         source = self.host()[start:end].reshape(-1).view(torch.uint8)
+        # Rows come and go between two layers, when nothing of a layer is on the device; the whole
+        # matrix may stay.
+        is_whole = end - start == self.num_rows
+        allocate = self._runtime.allocate if is_whole else self._runtime.allocate_scratch
         with explained(self.situation, f"reading rows {start} to {end} of the {self.key}"):
-            memory = self._runtime.allocate(source.numel())
+            memory = allocate(source.numel())
         stream = self._runtime.current_stream()
         copied = self._runtime.new_event(f"copied[{self.key} {start}]")
         self._runtime.record(self._allocated, stream)

@@ -101,13 +101,16 @@ def estimate(
     # in and comes out.
     passed = 4 * _ITEM_BYTES * workload.layer_tokens * shapes.hidden_size
     fixed = (2 * gradients + shapes.other_bytes) // shapes.num_layers + passed
+    # Tiles of the head lie in the memory of the records, when no layer runs.
+    tiles = _staged_head_bytes(shapes, placement)
+    records = max(round(terms.graphs * layer), tiles) + fixed
     base = {
         "slots": placement.slot_bytes,
         "resident_blocks": placement.resident_bytes,
         "other_weights": shapes.other_bytes,
         "adapters": gradients,
         "optimizer": workload.optimizer_bytes(shapes),
-        "graphs": round(terms.graphs * layer) + fixed if placement.uses_graphs else 0,
+        "graphs": records if placement.uses_graphs else 0,
         "workspace": terms.workspace_bytes,
     }
     are_kept = workload.accumulation > 1
@@ -124,7 +127,7 @@ def estimate(
             **common,
             "head": head,
             "gradients": gradients if are_kept else 0,
-            "embedding_and_head": kept_head + _staged_head_bytes(shapes, placement),
+            "embedding_and_head": kept_head + (0 if placement.uses_graphs else tiles),
         },
         {**common, "recompute": recompute, "gradients": early},
         {**common, "boundaries": one_boundary, "recompute": recompute, "gradients": gradients},

@@ -149,6 +149,7 @@ class LayerPass:
 
         Streams: as `Streamer.hold`; the host does not block, except to record.
         """
+        self.replayer.streamer.end_sweeps()
         shape, record = self.replayer.find(self, hidden)
         self._load(shape, hidden)
         if shape.uses_rng[self.memory]:
@@ -164,6 +165,7 @@ class LayerPass:
         The latter lie one behind the other, for each dtype; `hand_out` makes tensors of them.
         """
         runtime = self.replayer.runtime
+        self.replayer.streamer.end_sweeps()
         shape, record = self.replayer.find(self, hidden)
         self._load(shape, hidden)
         shape.y.copy_(grad_output)
@@ -306,6 +308,8 @@ class LayerReplayer:
 
     def _make(self, layer_pass: LayerPass, shape: _Shape) -> Record:
         start = time.perf_counter()
+        if not self.num_records:
+            self.streamer.reserve_tiles()
         work = _LayerWork(layer_pass, shape)
         layer_pass._load(shape, shape.x)
         if layer_pass.memory not in shape.uses_rng:

@@ -20,12 +20,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from poros_hf.bounce import BUFFER_BYTES, NUM_BUFFERS, BounceRing, CopyRates, measure_gbps
-from poros_hf.errors import HostSetupError
+from poros_hf.errors import HostSetupError, StreamStateError
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Runtime(ABC):
     """
 
     device: torch.device
+    _scratch: list[StorageWeakRef]
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -165,6 +167,29 @@ class Runtime(ABC):
         """
 
     @abstractmethod
+    def allocate_scratch(self, num_bytes: int) -> torch.Tensor:
+        """Return device memory that records use as well, uint8 [num_bytes].
+
+        It must be gone before the next replay, which would overwrite it; see
+        `refuse_kept_scratch`.
+        """
+
+    def refuse_kept_scratch(self) -> None:
+        """Refuse to go on to a replay while somebody holds memory of `allocate_scratch`.
+
+        Raises:
+            StreamStateError: Somebody does.
+        """
+        if any(not kept.expired() for kept in self._scratch):
+            raise StreamStateError(
+                "rows-kept",
+                "rows of the head or the embedding were kept while a decoder layer ran, which "
+                "would overwrite them",
+                remedies=["keep a copy of them: weight[start:end].clone()"],
+            )
+        self._scratch.clear()
+
+    @abstractmethod
     def record_work(self, work: Callable[[], None]) -> Replay:
         """Record the kernels that `work` launches, without running them.
 
@@ -198,6 +223,10 @@ class Runtime(ABC):
             self.set_rng_state(before)
 
     @abstractmethod
+    def trim(self) -> None:
+        """Give memory back that is cached and not in use; blocks the host, once."""
+
+    @abstractmethod
     def drain(self) -> None:
         """Block the host until every copy and kernel has finished; never on the step path."""
 
@@ -215,7 +244,9 @@ class CudaRuntime(Runtime):
         self._copy_stream = torch.cuda.Stream(self.device)
         # The default stream cannot be recorded.
         self._record_stream = torch.cuda.Stream(self.device)
-        self._record_pool = torch.cuda.graph_pool_handle()
+        self._record_pool = _RecordPool(torch.cuda.graph_pool_handle())
+        self._pool_anchor: Replay | None = None
+        self._scratch = []
         self._free_pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._open_copies: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._open_stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -347,7 +378,7 @@ class CudaRuntime(Runtime):
         self._record_stream.wait_stream(stream)
         with torch.cuda.stream(self._record_stream):
             # Other threads may allocate or wait meanwhile, as DataLoader's pinning thread does.
-            graph.capture_begin(pool=self._record_pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._record_pool.id, capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:
@@ -360,6 +391,22 @@ class CudaRuntime(Runtime):
         torch._C._cuda_clearCublasWorkspaces()
         stream.wait_stream(self._record_stream)
         return graph
+
+    def allocate_scratch(self, num_bytes: int) -> torch.Tensor:
+        """See `Runtime.allocate_scratch`; from the memory pool of the records."""
+        if self._pool_anchor is None:
+            # A pool lives as long as a graph does that was captured in it.
+            flag = torch.zeros(1, device=self.device)
+
+            def work() -> None:
+                flag.zero_()
+
+            self._pool_anchor = self.record_work(work)
+        pool = cast("torch.cuda.MemPool", self._record_pool)
+        with torch.cuda.use_mem_pool(pool, self.device), torch.inference_mode(False):
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self._scratch.append(StorageWeakRef(memory.untyped_storage()))
+        return memory
 
     def rng_state(self) -> int:
         """See `Runtime.rng_state`; the offset of the device's generator."""
@@ -379,6 +426,11 @@ class CudaRuntime(Runtime):
         except RuntimeError:
             return None
         return mapped if mapped.data_ptr() == buffer.data_ptr() else None
+
+    def trim(self) -> None:
+        """See `Runtime.trim`."""
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
 
     def drain(self) -> None:
         """Wait for everything on the device, and for what is still to be enqueued."""
@@ -409,6 +461,13 @@ class CudaRuntime(Runtime):
             total_ms += pair[0].elapsed_time(pair[1])
             self._free_pairs.append(pair)
         return total_ms
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordPool:
+    """The memory pool of the records: all that `torch.cuda.use_mem_pool` looks at is its id."""
+
+    id: Any
 
 
 class _DeviceBytes:
@@ -480,6 +539,7 @@ class CpuRuntime(Runtime):
     _stream: CpuStream = field(default_factory=CpuStream)
     _queue: deque[_PendingCopy] = field(default_factory=deque)
     _times: TransferTimes = field(default_factory=TransferTimes)
+    _scratch: list[StorageWeakRef] = field(default_factory=list)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return uninitialised memory, uint8 [num_bytes]."""
@@ -544,6 +604,12 @@ class CpuRuntime(Runtime):
         """Do nothing: there is no link that a page lock would speed up."""
         return None
 
+    def allocate_scratch(self, num_bytes: int) -> torch.Tensor:
+        """See `Runtime.allocate_scratch`."""
+        memory = self.allocate(num_bytes)
+        self._scratch.append(StorageWeakRef(memory.untyped_storage()))
+        return memory
+
     def record_work(self, work: Callable[[], None]) -> Replay:
         """See `Runtime.record_work`; a replay calls `work` again."""
         return CpuReplay(work)
@@ -563,6 +629,9 @@ class CpuRuntime(Runtime):
     def map_host(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the buffer: host and device are the same here."""
         return buffer
+
+    def trim(self) -> None:
+        """Do nothing: the host's allocator keeps little."""
 
     def drain(self) -> None:
         """Run every copy that is still queued."""

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from poros_hf.errors import StreamStateError
 from poros_hf.matrix import HostMatrix
+from poros_hf.memory import HEAD_TILE_ROWS
 from poros_hf.oom import PorosOOMError, Situation, explained, in_block, out_of_memory
 from poros_hf.planner import StreamPlan
 from poros_hf.runtime import Runtime, TransferTimes
@@ -192,6 +193,25 @@ class Streamer:
             yield
         finally:
             self._borrowed = None
+
+    def end_sweeps(self) -> None:
+        """Give back what was staged of the head, and refuse to go on if a reader keeps rows.
+
+        Raises:
+            StreamStateError: Rows are kept, in memory that replayed layers use as well.
+        """
+        for matrix in self.matrices.values():
+            matrix.drop_ahead()
+        self.runtime.refuse_kept_scratch()
+
+    def reserve_tiles(self) -> None:
+        """Make the memory of two tiles of the head before any record takes memory beside it."""
+        if self._head is None or self._head.is_resident:
+            return
+        rows = min(HEAD_TILE_ROWS, self._head.num_rows)
+        size = self._head.spec.num_bytes // self._head.num_rows * rows
+        both = [self.runtime.allocate_scratch(size) for _ in range(2)]
+        both.clear()
 
     def slot_of(self, block: int) -> int:
         """Return the slot that `block` always uses, under the plan in force."""

@@ -85,6 +85,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         self._is_stepping = False
         self._plan: Plan | None = None
         self._batches: Any = None
+        self._filtered: Any = None
 
     @property
     def plan(self) -> Plan | None:
@@ -177,7 +178,14 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         _log_plan(session)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note where the step's transfers start."""
+        """Note where the step's transfers start, and keep Trainer from waiting for the device.
+
+        Trainer would ask after each backward whether the loss is a number, for the average that it
+        logs, and queue nothing more until backward has run. The guard of the loss asks as well,
+        without that, and stops the run.
+        """
+        if args.logging_nan_inf_filter:
+            self._filtered, args.logging_nan_inf_filter = args, False
         streamer = self._require_session().streamer
         streamer.situation.step = state.global_step + 1
         self._moved_at_step_begin = streamer.moved_bytes
@@ -189,7 +197,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         """Stop before a bad gradient is used."""
         if self._loss is None or self._adapters is None:
             return
-        self._loss.check()
+        self._loss.check(wait=True)  # for the forward; backward is queued and goes on
         self._require_session().streamer.situation.is_optimizing = True
         rate = max(float(group["lr"]) for group in optimizer.param_groups)
         self._adapters.before_step(self._loss, rate, may_skip=bool(args.fp16))
@@ -205,8 +213,10 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the step and what it moved; after the first one, correct the plan if need be."""
+        self._restore_filter()
         if state.global_step == self._first_step + 1:
             self._correct_plan()
+            self._require_session().streamer.runtime.trim()
         self._step = state.global_step
         if self._is_stepping:
             moved = self._require_session().streamer.moved_bytes - self._moved_at_step_begin
@@ -276,7 +286,13 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         if self._require_session().is_nf4:
             self._config_in_use().save_pretrained(folder)
 
+    def _restore_filter(self) -> None:
+        """Give the arguments back as they were: evaluation looks at them too."""
+        if self._filtered is not None:
+            self._filtered.logging_nan_inf_filter, self._filtered = True, None
+
     def _stop_watching(self) -> None:
+        self._restore_filter()
         if self._loss is not None:
             self._loss.unwatch()
         if self._batches is not None:

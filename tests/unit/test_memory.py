@@ -115,6 +115,14 @@ def test_streamed_head_takes_two_tiles():
     assert estimate(tied, SMALL, PLACED).embedding_and_head == shapes.embedding_bytes
 
 
+def test_tiles_of_the_head_lie_in_the_memory_of_records():
+    shapes = replace(QWEN_32B, can_stream_head=True)
+    placed = replace(PLACED, is_head_resident=False, uses_graphs=True)
+    device = estimate(shapes, SMALL, placed)
+    assert device.embedding_and_head == 0
+    assert device.graphs >= 2 * 32768 * 5120 * 2
+
+
 def test_terms_scale_their_own_category():
     plain = MemoryTerms(layer=1.0, head=1.0, graphs=1.0, workspace_bytes=0)
     double = replace(plain, layer=2.0)

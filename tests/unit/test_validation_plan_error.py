@@ -11,7 +11,15 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
-from poros_hf.memory import TERMS, MemoryTerms, Placement, estimate, head_bytes, layer_bytes
+from poros_hf.memory import (
+    TERMS,
+    MemoryTerms,
+    Placement,
+    estimate,
+    head_bytes,
+    head_tile_bytes,
+    layer_bytes,
+)
 from poros_hf.shapes import Workload
 from tests.unit.shape_cases import QWEN_32B
 from tests.unit.validation_records import MACHINE
@@ -91,6 +99,7 @@ def test_fit_finds_the_terms_that_made_the_samples(
                 "planned_peak_bytes": planned.total,
                 "layer_bytes": sum(layer_bytes(shapes, workload)),
                 "head_transient_bytes": head_bytes(shapes, workload),
+                "staged_head_bytes": 2 * head_tile_bytes(shapes),
                 **{f"planned_{name}_bytes": size for name, size in asdict(planned).items()},
             }
         )

@@ -30,7 +30,7 @@ def fit_terms(samples: Sequence[Mapping[str, float]]) -> MemoryTerms:
     rows, rest = [], []
     for sample in samples:
         head = sample["planned_head_bytes"] / TERMS.head
-        replayed = sample["layer_bytes"] if sample["planned_graphs_bytes"] else 0.0
+        replayed = _replayed_bytes(sample)
         layer = sample["planned_recompute_bytes"] / TERMS.layer
         known = sample["planned_peak_bytes"]
         known -= TERMS.head * head + TERMS.layer * layer + TERMS.workspace_bytes
@@ -44,6 +44,16 @@ def fit_terms(samples: Sequence[Mapping[str, float]]) -> MemoryTerms:
         graphs=TERMS.graphs,
         workspace_bytes=round(workspace) * MIB,
     )
+
+
+def _replayed_bytes(sample: Mapping[str, float]) -> float:
+    """Return the part of a layer that decides the size of the records' memory.
+
+    It is nothing where no layer is replayed, or where tiles of the head need more.
+    """
+    layer = sample["layer_bytes"]
+    is_decided = TERMS.layer * TERMS.graphs * layer >= sample["staged_head_bytes"]
+    return layer if sample["planned_graphs_bytes"] and is_decided else 0.0
 
 
 def _nonnegative(rows: list[list[float]], rest: list[float]) -> list[float]:

@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 import poros_hf
 from poros_hf.fitting import Plan
 from poros_hf.hf.session import find_session
-from poros_hf.memory import head_bytes, layer_bytes
+from poros_hf.memory import head_bytes, head_tile_bytes, layer_bytes
 from poros_hf.shapes import Hardware, Workload
 from validation.experiments.parity.make_checkpoint import save_tokenizer
 from validation.experiments.parity.recorder import graph_pool_bytes
@@ -112,6 +112,7 @@ def planned_bytes(streaming: poros_hf.PorosStreaming, model: Any, tokens: int) -
         "margin_bytes": plan.margin_bytes,
         "layer_bytes": sum(layer_bytes(shapes, workload)),
         "head_transient_bytes": head_bytes(shapes, workload),
+        "staged_head_bytes": 0 if plan.is_head_resident else 2 * head_tile_bytes(shapes),
         **{f"planned_{name}_bytes": size for name, size in asdict(plan.device).items()},
     }
 
