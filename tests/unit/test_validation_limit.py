@@ -121,7 +121,7 @@ def test_side_times_every_step_but_the_profiled_one(toy: Path, tmp_path: Path) -
     assert [("step_ms" in s, "kernel_ms" in s) for s in result["samples"]] == [
         (False, False), (True, False), (True, False), (False, True),
     ]  # fmt: skip
-    assert all(sample["tokens"] == 64 and sample["h2d_bytes"] > 0 for sample in result["samples"])
+    assert all(sample["h2d_bytes"] > 0 for sample in result["samples"])
     assert result["samples"][-1]["kernel_ms"] > 0
     assert result["bins"]
 

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoTokenizer, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from validation.experiments.limit.arms import LimitArm, rising_lengths
+from validation.experiments.limit.arms import REAL, LimitArm, rising_lengths
 from validation.experiments.limit.watch import LimitWatch
 from validation.experiments.parity.recipe import Recipe
 from validation.experiments.parity.rows import load_rows
@@ -123,7 +123,8 @@ def train(job: Job, watch: LimitWatch) -> dict[str, str]:
             gradient_accumulation_steps=arm.accumulation_steps,
             seed=SEED,
             use_cpu=device.type == "cpu",
-            logging_steps=1,
+            # TRL's default, but for rows of varying length, whose tokens are in the logs.
+            logging_steps=1 if arm.seq_len is None or arm.shape == REAL else 10,
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,

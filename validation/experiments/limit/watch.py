@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from validation.experiments.recipe_32b.watch import StepWatch
 from validation.experiments.timeline.record import StepProfile, StepProfiler
+from validation.harness.device_peak import PeakTrace
 
 
 class LimitWatch(StepWatch):
@@ -31,9 +34,16 @@ class LimitWatch(StepWatch):
         self._num_timed = num_steps
         self._link_gbps = link_gbps
         self._profiler: StepProfiler | None = None
+        self._trace = PeakTrace() if torch.cuda.is_available() else None
+        self._traced: tuple[int, int] | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """As the base; the profiler starts ahead of the last step."""
+        """As the base; the profiler starts ahead of the last step.
+
+        Allocations are written down until the warm-up is over, which is when the peak is known.
+        """
+        if self._trace is not None and len(self.samples) == self._num_warmup:
+            self._end_trace()
         super().on_step_begin(args, state, control)
         if len(self.samples) > self._num_timed:
             self._profiler = StepProfiler()
@@ -54,6 +64,24 @@ class LimitWatch(StepWatch):
             error = planned_bytes / self.samples[-1]["peak_bytes"] - 1
             self.samples[-1]["planned_peak_bytes"] = planned_bytes
             self.samples[-1]["plan_error_percent"] = 100 * abs(error)
+
+    def _end_trace(self) -> None:
+        assert self._trace is not None
+        peak, self._trace = self._trace.stop(), None
+        self._traced = (peak, super()._memory_bytes()["peak_bytes"])
+        if self.samples:
+            self.samples[-1]["peak_bytes"] = peak
+
+    def _memory_bytes(self) -> dict[str, int]:
+        """As the base; the peak is that of the trace, and what the counters have grown since."""
+        figures = super()._memory_bytes()
+        counted = figures.get("peak_bytes", 0)
+        if self._trace is not None:
+            figures.pop("peak_bytes", None)
+        elif self._traced is not None:
+            peak, counted_then = self._traced
+            figures["peak_bytes"] = peak + counted - counted_then
+        return figures
 
     def _least_bytes(self, num_passes: int) -> int:
         """Return what the placement in force must move in a step: blocks, and a streamed head."""

@@ -42,6 +42,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc] # transformers is not ty
         self._begin = 0.0
         self._moved_before = 0
         self._tokens_before = 0.0
+        self._logged_step = 0.0
         self._pool_bytes = 0
         self._reserved_bytes = 0
 
@@ -100,12 +101,16 @@ class StepWatch(TrainerCallback):  # type: ignore[misc] # transformers is not ty
         return 0 if self._streamer is None else int(self._streamer.moved_bytes)
 
     def _take_logs(self, state: Any) -> None:
-        """Copy what was logged about the newest step, which `logging_steps=1` logs."""
-        entry = next(item for item in reversed(state.log_history) if "loss" in item)
+        """Copy what was logged about the newest step, if it was."""
+        entry = next((item for item in reversed(state.log_history) if "loss" in item), None)
         sample = self.samples[-1]
+        if entry is None or entry["step"] != sample["step"]:
+            return
         sample["loss"] = float(entry["loss"])
         sample["grad_norm"] = float(entry["grad_norm"])
-        sample["tokens"] = float(entry["num_tokens"]) - self._tokens_before
+        steps = sample["step"] - self._logged_step
+        sample["tokens"] = (float(entry["num_tokens"]) - self._tokens_before) / steps
+        self._logged_step = sample["step"]
         self._tokens_before = float(entry["num_tokens"])
         for key in ("h2d_gbps", "stall_ms", "overlap_percent"):
             if f"poros/{key}" in entry:
