@@ -38,6 +38,7 @@ def watched_steps(watch: StepWatch, count: int) -> int:
         state.global_step += 1
         watch.on_step_end(None, state, control)
         entry = {"loss": 1.5, "grad_norm": 2.0, "num_tokens": 512.0 * (step + 1)}
+        entry["step"] = step + 1
         state.log_history.append({**entry, "poros/stall_ms": 0.25})
         if control.should_training_stop:
             break
