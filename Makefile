@@ -31,13 +31,14 @@ $(VENV)/.complete: pyproject.toml
 
 install: $(READY)  ## make .venv with every dependency
 
-quality: $(READY)  ## lint, formatting, types, import contracts
+quality: $(READY)  ## lint, formatting, types, import contracts, spelling
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m mypy
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as main; main()"
+	$(PYTHON) -c "import sys; from codespell_lib import main; sys.exit(main())"
 
-test: quality  ## quality, then the tests that need no GPU: what CI runs
+test: quality docs  ## quality, then the tests that need no GPU: what CI runs
 	$(PYTHON) -m pytest
 
 test-full: $(READY)  ## as test, with the whole product of the parity matrix
@@ -64,7 +65,7 @@ check-tables: $(READY)  ## fail if a generated table or figure differs from the 
 check: quality check-tables  ## all that is checked without running a test
 
 docs: $(READY)  ## the site, into site/; a link that leads nowhere fails
-	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 build: $(READY)  ## the wheel, into dist/
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
