@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import poros_hf
@@ -146,6 +148,31 @@ def test_four_bit_weights_never_pass_through_a_tensor_of_their_size(
     load(folder, "streamed")
     assert sizes
     assert max(sizes) <= 1024  # norms and lookup tables; the smallest packed weight has 1024
+
+
+def test_weight_is_gone_before_the_next_one_is_read(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[StorageWeakRef] = []
+    counts: list[int] = []
+    stock = poros_hf.reading.CheckpointReader.read
+
+    def read(self: Any, name: str, device: torch.device) -> torch.Tensor:
+        if not name.endswith("_proj.weight"):
+            return stock(self, name, device)
+        counts.append(sum(not storage.expired() for storage in alive))
+        result = stock(self, name, device)
+        alive.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    monkeypatch.setattr(poros_hf.reading.CheckpointReader, "read", read)
+    gc.disable()  # a cycle of references would keep a weight on the device until it is found
+    try:
+        load(tiny_model, "streamed")
+    finally:
+        gc.enable()
+    assert counts == [0] * len(alive)
+    assert len(alive) == 7 * 13
 
 
 @pytest.mark.parametrize("four_bit", [False, True])
