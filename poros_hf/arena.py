@@ -55,7 +55,7 @@ class HostArena:
     """
 
     def __init__(self, num_bytes: int, runtime: Runtime, *, must_pin: bool = False) -> None:
-        _check_ram(num_bytes)
+        check_ram(num_bytes)
         self.num_bytes = num_bytes
         self._must_pin = must_pin
         try:
@@ -243,7 +243,12 @@ def _describe_limit() -> str:
     return "unlimited" if limit is None else format_bytes(limit)
 
 
-def _check_ram(num_bytes: int) -> None:
+def check_ram(num_bytes: int) -> None:
+    """Check that the host, and every cgroup above the process, has RAM for a store.
+
+    Raises:
+        CapacityError: There is less; needed, available and short by are named.
+    """
     memory = read_host_memory()
     if num_bytes <= memory.available_bytes:
         return

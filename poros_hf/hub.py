@@ -7,6 +7,7 @@ huggingface_hub is imported when a repository is asked for, not before.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 import shlex
 from collections.abc import Iterator
@@ -75,6 +76,42 @@ class Repository:
             return self.fetch(file)
         except HubError:
             return None
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where downloads are kept."""
+        from huggingface_hub import constants
+
+        return Path(self.cache_dir or constants.HF_HUB_CACHE)
+
+    def download_bytes(self, prefix: str = "") -> int:
+        """Return the bytes of a model's safetensors files that are not in the cache.
+
+        Args:
+            prefix: Of the files' names, such as `subfolder/`.
+
+        Returns:
+            0 as well where the Hub does not say: whoever downloads will be told the reason.
+        """
+        from huggingface_hub import HfApi, try_to_load_from_cache
+
+        try:
+            info = HfApi(token=self.token).model_info(
+                self.name, revision=self.revision, files_metadata=True
+            )
+        except _hub_errors():
+            return 0
+        return sum(
+            file.size or 0
+            for file in info.siblings or []
+            if fnmatch.fnmatchcase(file.rfilename, f"{prefix}model*.safetensors")
+            and not isinstance(
+                try_to_load_from_cache(
+                    self.name, file.rfilename, cache_dir=self.cache_dir, revision=info.sha
+                ),
+                str,
+            )
+        )
 
     def upload(self, file: str, text: str, *, private: bool | None, message: str) -> str:
         """Put a file into the repository, which is made if it does not exist.

@@ -20,9 +20,10 @@ from poros_hf.hf.adapter_repo import AdapterRepository, is_adapter, rebuild
 from poros_hf.hf.capture import telling_failures
 from poros_hf.hf.decoder import auto_class
 from poros_hf.hf.model_config import refuse_missing_folder
+from poros_hf.hf.nf4_cache import load_through
 from poros_hf.hf.quantizer import PrequantisedConfig
 from poros_hf.hf.streamed import streamed_reading
-from poros_hf.hf.weight_files import check_local_files
+from poros_hf.hf.weight_files import check_download, check_local_files
 from poros_hf.hub import Repository
 from poros_hf.oom import Situation, explained
 
@@ -49,6 +50,7 @@ def from_pretrained(
     *,
     base_model: str | None = None,
     is_trainable: bool = False,
+    nf4_cache: str | Path | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a causal language model whose decoder is streamed, or one with its adapter.
@@ -68,6 +70,8 @@ def from_pretrained(
             quantisation does not.
         base_model: For an adapter: where its base is, if not where the adapter says.
         is_trainable: For an adapter: whether to go on training it.
+        nf4_cache: Folder in which quantised weights of 16-bit checkpoints are kept: the first load
+            writes them there, and later ones read a quarter of the bytes. By default none are kept.
         **kwargs: As for `AutoModelForCausalLM.from_pretrained`; `dtype` is the config's
             compute_dtype by default. With an adapter, `revision` is the adapter's and `subfolder`
             is refused; the rest is the base's.
@@ -87,9 +91,9 @@ def from_pretrained(
     refuse_missing_folder(source.name)
     if "subfolder" in kwargs or not is_adapter(source):
         _refuse_adapter_arguments(source.name, base_model, is_trainable)
-        return _load_base(source.name, config or PorosConfig(), **kwargs)
+        return _load_base(source.name, config or PorosConfig(), nf4_cache=nf4_cache, **kwargs)
     adapter = AdapterRepository(source, base_model)
-    load_base = functools.partial(_load_base, **{**kwargs, "revision": None})
+    load_base = functools.partial(_load_base, nf4_cache=nf4_cache, **{**kwargs, "revision": None})
     return rebuild(adapter, config, load_base, is_trainable=is_trainable)
 
 
@@ -123,17 +127,34 @@ def read_config(model_id: str, config: PorosConfig, **location: Any) -> Any:
     return _told(model_id, config, model_config)
 
 
-def _load_base(model_id: str, config: PorosConfig, **kwargs: Any) -> Any:
+def _load_base(
+    model_id: str, config: PorosConfig, *, nf4_cache: str | Path | None = None, **kwargs: Any
+) -> Any:
     wish = kwargs.pop("torch_dtype", None)  # the older name, which transformers still takes
     kwargs.setdefault("dtype", wish or getattr(torch, config.compute_dtype))
     location = {key: kwargs[key] for key in _LOCATION_KEYS if key in kwargs}
-    given = kwargs.pop("config", None)
-    model_config = (
-        _told(model_id, config, given) if given else read_config(model_id, config, **location)
+    model_config = read_config(model_id, config, **location)
+    is_quantised = getattr(model_config, "quantization_config", None) is not None
+    if nf4_cache is None or is_quantised:
+        if is_quantised and nf4_cache is not None:
+            logger.info("%s is quantised already; nothing is kept of it", model_id)
+        return _load(model_id, model_config, config, kwargs)
+    return load_through(
+        Path(nf4_cache),
+        _repository(model_id, kwargs),
+        model_config,
+        config,
+        _load_base,
+        kwargs,
     )
+
+
+def _load(model_id: str, model_config: Any, config: PorosConfig, kwargs: dict[str, Any]) -> Any:
+    source = _repository(model_id, kwargs)
     if not kwargs.keys() & _OTHER_WEIGHTS:
         place = {key: kwargs[key] for key in ("subfolder", "variant") if kwargs.get(key)}
-        check_local_files(_repository(model_id, kwargs), model_config, **place)
+        check_local_files(source, model_config, **place)
+        check_download(source, model_config, config, kwargs.get("subfolder") or "")
     if getattr(model_config, "quantization_config", None) is None:
         kwargs["quantization_config"] = config
     # Reading ahead fills the device with tensors that wait to be captured.

@@ -10,6 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from poros_hf.arena import check_ram
+from poros_hf.config import PorosConfig
+from poros_hf.hf.model_shapes import shapes_from_config
+from poros_hf.hf.output_folder import check_disk
 from poros_hf.hub import Repository
 from poros_hf.shard_index import check_folder
 
@@ -40,6 +44,33 @@ def check_local_files(
             weights_name=getattr(model_config, "transformers_weights", None),
             variant=variant,
         )
+
+
+def check_download(
+    source: Repository, model_config: Any, config: PorosConfig, subfolder: str
+) -> None:
+    """Check disk and RAM for a model whose weights are still to be downloaded.
+
+    Args:
+        source: Folder, of which nothing is downloaded, or repository on the Hub.
+        model_config: Its config.
+        config: How to quantise and stream.
+        subfolder: Of the source.
+
+    Raises:
+        CapacityError: The cache's disk has no room for the files, or RAM none for the store.
+        UnsupportedModelError: The decoder cannot be streamed.
+    """
+    if source.is_folder or source.local_files_only or _is_offline():
+        return
+    needed_bytes = source.download_bytes(f"{subfolder}/" if subfolder else "")
+    if needed_bytes == 0:
+        return
+    check_disk(source.cache_folder, needed_bytes)
+    shapes = shapes_from_config(model_config, config, source.name)
+    blocks = shapes.block_bytes(1, double_quant=config.double_quant)
+    head_bytes = shapes.embedding_bytes + shapes.head_bytes if shapes.can_stream_head else 0
+    check_ram(sum(blocks) + head_bytes)
 
 
 def _local_folder(source: Repository, subfolder: str) -> Path | None:
