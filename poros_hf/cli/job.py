@@ -17,7 +17,7 @@ NEW_RUN = {
     "task_type": "CAUSAL_LM",
     "max_length": 1024,
     "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
+    "gradient_accumulation_steps": 4,
 }
 
 
@@ -36,13 +36,26 @@ def read_job(path: Path, changes: Sequence[str] = (), argv: Sequence[str] = ()) 
     return _translated(path, lambda: parse_file(path, PorosConfig, changes, argv))
 
 
-def make_job(model: str, changes: Sequence[str] = (), argv: Sequence[str] = ()) -> Job:
+def make_job(
+    model: str,
+    changes: Sequence[str] = (),
+    argv: Sequence[str] = (),
+    *,
+    dataset: str = "-",
+    split: str = "train",
+) -> Job:
     """Return the settings of a run that has no file yet: a model, and defaults changed by `--set`.
 
     Raises:
         ConfigError: See `read_job`.
     """
-    values = {"model": model, "dataset": "-", "output_dir": "-", **NEW_RUN}
+    values = {
+        "model": model,
+        "dataset": dataset,
+        "split": split,
+        "output_dir": "-",
+        **NEW_RUN,
+    }
     source = Path("--set")
     return _translated(
         source, lambda: parse_values(values, str(source), PorosConfig, changes, argv)

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 import poros_hf
-from poros_hf.cli import doctor, merge, plan, train, verify
+from poros_hf.cli import doctor, init, merge, plan, train, verify
 from poros_hf.errors import PorosError
 
-_COMMANDS = (doctor, plan, train, verify, merge)
+_COMMANDS = (doctor, init, plan, train, verify, merge)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Say what a training takes, by category, before anything is downloaded but the model's config.json.
 
-Reads the YAML file of a run, or takes a model by name with one row of 1024 tokens and rank 16;
+Reads the YAML file of a run, or takes a model by name with 4 x 1 row of 1024 tokens and rank 16;
 --set changes either. Without --vram the card of this machine is planned for, and its rates are
 measured; with it any card is, on any machine. Nothing is trained and no weight is read."""
 _EPILOG = """\
@@ -50,8 +50,8 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("file", type=Path, nargs="?", metavar="train.yaml")
     parser.add_argument("-m", "--model", help="folder or Hub identifier, in place of a file")
-    parser.add_argument("--vram", type=_size, metavar="SIZE", help="of the card, such as 12GiB")
-    parser.add_argument("--ram", type=_size, metavar="SIZE", help="free host memory, such as 64GiB")
+    parser.add_argument("--vram", type=read_size, metavar="SIZE", help="of the card, such as 12GiB")
+    parser.add_argument("--ram", type=read_size, metavar="SIZE", help="free RAM, such as 64GiB")
     parser.add_argument(
         "--link-gbps", type=float, metavar="RATE", help="host to device, 1e9 bytes per second"
     )
@@ -247,7 +247,8 @@ def _ms(time_ms: float | None) -> str:
     return "" if time_ms is None else f"{time_ms:.0f} ms"
 
 
-def _size(text: str) -> int:
+def read_size(text: str) -> int:
+    """Read a size of the command line, such as 12GiB."""
     try:
         return parse_bytes(text)
     except ValueError as error:

@@ -79,7 +79,8 @@ def _count(text: str) -> int:
 
 def _check_of_file(options: argparse.Namespace) -> Check:
     from poros_hf.cli.job import read_job
-    from poros_hf.hf.finetune import check_run, location_of
+    from poros_hf.hf.finetune import check_run
+    from poros_hf.hf.run_inputs import location_of
     from poros_hf.hf.verify import Check
 
     words = ["--trust_remote_code", "true"] if options.trust_remote_code else []

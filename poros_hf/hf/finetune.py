@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
 from transformers import (
-    AutoTokenizer,
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
@@ -24,7 +22,7 @@ from transformers import (
 )
 
 from poros_hf.environment import read_device_memory, read_host_memory
-from poros_hf.errors import ConfigError, HubError, RowsError
+from poros_hf.errors import ConfigError, HubError
 from poros_hf.fitting import Plan
 from poros_hf.hf.adapter_repo import refuse_adapter_as_base
 from poros_hf.hf.adapter_shape import count_adapter_weights
@@ -35,9 +33,9 @@ from poros_hf.hf.loader import from_pretrained, read_config
 from poros_hf.hf.model_config import naming_model, refuse_missing_folder
 from poros_hf.hf.output_folder import check_disk
 from poros_hf.hf.planning import budget_bytes, plan_run
-from poros_hf.hf.preparation import PreparedRows, prepare_rows
+from poros_hf.hf.preparation import PreparedRows
 from poros_hf.hf.refusals import refuse_arguments
-from poros_hf.hf.rows import ensure_chat_template, load_rows
+from poros_hf.hf.run_inputs import load_tokenizer, location_of, prepare
 from poros_hf.hf.session import explained_training
 from poros_hf.hf.weight_files import check_local_files
 from poros_hf.hub import Repository
@@ -106,9 +104,9 @@ def check_run(job: Job, *, resume: bool | str | Path = False) -> CheckedRun:
     checkpoint = pick_checkpoint(resume, Path(training.output_dir))
     model_config = _check_model(job)
     num_weights = count_adapter_weights(model_config, job.lora)
-    tokenizer = _load_tokenizer(job)
-    rows = _prepare(job, job.own.dataset, job.own.split, tokenizer)
-    eval_rows = job.own.eval_dataset and _prepare(job, job.own.eval_dataset, "train", tokenizer)
+    tokenizer = load_tokenizer(job)
+    rows = prepare(job, job.own.dataset, job.own.split, tokenizer)
+    eval_rows = job.own.eval_dataset and prepare(job, job.own.eval_dataset, "train", tokenizer)
     _check_evaluation(job, eval_rows)
     longest = None if training.packing else int(rows.lengths.max())
     budget = budget_bytes(job.streaming, read_device_memory())
@@ -235,14 +233,6 @@ def _hub_target(training: Any) -> Repository:
     return Repository(name=name, token=training.hub_token)
 
 
-def location_of(job: Job) -> dict[str, Any]:
-    """Return where the model of a job is, as from_pretrained takes it."""
-    return {
-        "revision": job.lora.revision,
-        "trust_remote_code": job.training.trust_remote_code,
-    }
-
-
 def _check_model(job: Job) -> Any:
     """Read the model's config, and check what of it is on this machine."""
     name, location = job.own.model, location_of(job)
@@ -253,40 +243,6 @@ def _check_model(job: Job) -> Any:
         model_config = read_config(name, job.streaming, **location)
     check_local_files(source, model_config)
     return model_config
-
-
-def _load_tokenizer(job: Job) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(job.own.model, **location_of(job))
-    except (OSError, ValueError) as error:
-        raise _no_tokenizer(job.own.model, str(error).strip().splitlines()[0]) from error
-    # Where its files are missing, transformers may make an empty one of the model's kind.
-    if not tokenizer("Some text", add_special_tokens=False)["input_ids"]:
-        raise _no_tokenizer(job.own.model, "it makes no tokens of text")
-    return tokenizer
-
-
-def _no_tokenizer(model: str, reason: str) -> ConfigError:
-    return ConfigError(
-        "tokenizer",
-        f"{model} has no tokenizer that can be used: {reason}",
-        remedies=["put the tokenizer's files into the folder of the model"],
-        model=model,
-    )
-
-
-def _prepare(job: Job, source: Any, split: str, tokenizer: Any) -> PreparedRows:
-    rows = load_rows(source, split=split, language=job.own.language)
-    if not isinstance(rows, Dataset):
-        raise RowsError(
-            "rows-format",
-            f"{source} is a stream, whose rows cannot be looked at before training",
-            remedies=["pass a Dataset"],
-            source=str(source),
-            line=None,
-        )
-    ensure_chat_template(tokenizer, rows)
-    return prepare_rows(rows, tokenizer, job.training, source)
 
 
 def _check_evaluation(job: Job, eval_rows: PreparedRows | None) -> None:

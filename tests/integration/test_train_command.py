@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from poros_hf.cli.main import main
 from poros_hf.environment import HostMemory
-from poros_hf.hf import finetune
+from poros_hf.hf import run_inputs
 from poros_hf.hf.pace import PaceCallback
 from tests.hub_stub import READ_ONLY, REPOSITORY, TOKEN, StubHub, serve
 from tests.unit.test_config_sharing import point_at
@@ -191,7 +191,7 @@ def test_ctrl_c_before_training_says_that_nothing_was_saved(
     def interrupt(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(finetune, "load_rows", interrupt)
+    monkeypatch.setattr(run_inputs, "load_rows", interrupt)
     assert train(write()) == 130
     assert "nothing to save" in capsys.readouterr().err
 
