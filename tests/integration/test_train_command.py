@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from poros_hf.cli.main import main
 from poros_hf.environment import HostMemory
-from poros_hf.hf import run_inputs
+from poros_hf.hf import finetune, run_inputs
 from poros_hf.hf.pace import PaceCallback
 from tests.hub_stub import READ_ONLY, REPOSITORY, TOKEN, StubHub, serve
 from tests.unit.test_config_sharing import point_at
