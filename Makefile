@@ -18,7 +18,7 @@ READY := $(VENV)/.complete
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install quality test test-full test-gpu demo validate claims check-tables check docs build clean ci
+.PHONY: help install quality test coverage test-full test-gpu demo validate claims check-tables check docs build clean ci
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,6 +40,9 @@ quality: $(READY)  ## lint, formatting, types, import contracts, spelling
 
 test: quality docs  ## quality, then the tests that need no GPU: what CI runs
 	$(PYTHON) -m pytest
+
+coverage: $(READY)  ## the same tests, and the lines that none of them reaches
+	$(PYTHON) -m pytest --cov --cov-report=term-missing:skip-covered
 
 test-full: $(READY)  ## as test, with the whole product of the parity matrix
 	$(PYTHON) -m pytest -m "not gpu"
@@ -71,6 +74,6 @@ build: $(READY)  ## the wheel, into dist/
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove what was built or written, but not .venv and models/
-	rm -rf build dist site $(OUTPUTS) *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf build dist site .coverage $(OUTPUTS) *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 ci: test check-tables docs build  ## what has to pass before a change lands
