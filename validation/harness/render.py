@@ -2,7 +2,8 @@
 
 A table stands between `<!-- poros:table NAME -->` and `<!-- /poros:table -->`; NAME is a table of
 validation/claims.toml, of claims or of arms, or `index`, the list of all claims, or
-`config-fields`, the fields of PorosConfig. The numbers come from claims.json and, of arms, from the
+`config-fields`, the fields of PorosConfig, or `plan-cards`, what the plan says of common cards. The
+numbers come from claims.json and, of arms, from the
 runs in counted.json; the footer from the artifacts named there. `--check` writes nothing and fails
 on a difference.
 """
@@ -80,6 +81,8 @@ def render_text(text: str, page: Path, source: Source) -> str:
             lines, paths = arms.make_rows(source.arm_tables[name], source.runs)
             lines += _footer(paths, page, source)
             return f"{match[1]}{chr(10).join(lines)}\n{match[3]}"
+        if name == "plan-cards":
+            return f"{match[1]}{chr(10).join(_plan_cards())}\n{match[3]}"
         if name not in source.tables:
             raise KeyError(f"{page}: no table {name!r} in validation/claims.toml")
         rows = _index(page, source) if name == "index" else _table(name, page, source)
@@ -133,6 +136,34 @@ def _config_fields() -> list[str]:
         unit = item.metadata["unit"] or ""
         rows.append(f"| `{item.name}` | `{item.default!r}` | {unit} | {item.metadata['help']} |")
     return rows
+
+
+def _plan_cards() -> list[str]:
+    """Return what fits on which card, as the plan says with the terms that are in force."""
+    import poros_hf
+    from poros_hf.survey import COMMON_CARDS_GIB, fit_cards
+    from validation.experiments.plan_error.cases import SHAPES, make_config
+
+    cards = [size * 2**30 for size in COMMON_CARDS_GIB]
+    rows = [
+        f"| shape | host memory | {' | '.join(f'{size} GiB' for size in COMMON_CARDS_GIB)} |",
+        "|" + " --- |" * (2 + len(cards)),
+    ]
+    for shape in ("7b", "llama-8b", "14b", "32b", "72b"):
+        plan = poros_hf.plan(make_config(shape))
+        most = SHAPES[shape]["max_position_embeddings"]
+        cells = [_card_cell(fit) for fit in fit_cards(plan.job, cards, most)]
+        host = f"{plan.host_bytes / 2**30:.1f} GiB"
+        rows.append(f"| {shape} | {host} | {' | '.join(cells)} |")
+    return rows
+
+
+def _card_cell(fit: Any) -> str:
+    if fit.plan is None:
+        return f"no; {fit.longest_tokens} tokens do" if fit.longest_tokens else "no"
+    stream, moved = fit.plan.stream, fit.plan.moved_bytes / 1e9
+    share = f"{len(stream.resident)} of {stream.num_blocks} resident, {moved:.1f} GB a step"
+    return f"{share if moved else 'all resident'}; up to {fit.longest_tokens} tokens"
 
 
 def _footer(paths: list[str], page: Path, source: Source) -> list[str]:
