@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -41,6 +42,9 @@ learning_rate: 1.0e-3
 logging_steps: 1
 report_to: none
 """
+
+# A new user would wait; a test wants to see many short steps.
+LONG = ["--set", "max_steps=400", "--set", "logging_steps=1", "--set", "learning_rate=0.001"]
 
 
 def poros(words: list[str], folder: Path, status: int = 0) -> str:
@@ -86,11 +90,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_new_user_plans_trains_stops_goes_on_verifies_and_merges(folder: Path) -> None:
-    (folder / "train.yaml").write_text(FILE)
+def test_new_user_writes_plans_trains_stops_goes_on_verifies_and_merges(folder: Path) -> None:
+    poros(["init", "train.yaml", "-m", "model", "-d", "rows.jsonl"], folder)
+    settings = yaml.safe_load((folder / "train.yaml").read_text())
+    assert (settings["model"], settings["dataset"]) == ("model", "rows.jsonl")
+    out = settings["output_dir"]
     assert "host" in poros(["plan", "train.yaml"], folder)
 
-    said = stop_at(3, ["train", "train.yaml"], folder)
+    said = stop_at(3, ["train", "train.yaml", *LONG], folder)
     assert "rows.jsonl:1: " in said
     (command,) = re.findall(r"^  (poros train .*--resume)$", said, re.MULTILINE)
     first = float(re.findall(r"loss (\S+)", said)[0])
@@ -106,7 +113,7 @@ def test_new_user_plans_trains_stops_goes_on_verifies_and_merges(folder: Path) -
     said = poros(["verify", "train.yaml", "--steps", "1"], folder)
     assert "0.00e+00 largest difference, streamed - stock: equal in every bit" in said
 
-    poros(["merge", "out", "--out", "merged"], folder)
+    poros(["merge", out, "--out", "merged"], folder)
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.bfloat16)
     before = load_file(folder / "model" / "model.safetensors")
     changed = [
