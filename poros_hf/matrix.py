@@ -67,6 +67,10 @@ class HostMatrix:
         self._ahead: _Tile | None = None
         self._latest: StorageWeakRef | None = None
         self._latest_end = 0
+        # Sweeps since a decoder layer ran, and before one ran last: backward reads as forward did.
+        self._num_sweeps = 0
+        self._num_expected = 0
+        self._tile_rows = 0
         self._resident: torch.Tensor | None = None
         self._mapped: torch.Tensor | None = None
 
@@ -134,15 +138,17 @@ class HostMatrix:
             elif not wish:
                 self._resident = None
 
-    def drop_ahead(self) -> None:
-        """Give back what was staged for a sweep that did not go on."""
+    def end_sweeps(self) -> None:
+        """Give back what was staged for a sweep that did not go on: a decoder layer runs."""
         with self._lock:
             self._take_ahead(-1, -1)
+            if self._num_sweeps:
+                self._num_sweeps, self._num_expected = 0, self._num_sweeps
 
     def close(self) -> None:
         """Forget all device memory; the store must still be open. Idempotent."""
         with self._lock:
-            self.drop_ahead()
+            self.end_sweeps()
             self._resident = self._mapped = None
 
     def _stage(self, start: int, end: int) -> _Tile:
@@ -182,9 +188,21 @@ class HostMatrix:
         holds_former = self._latest is not None and not self._latest.expired()
         self._latest = StorageWeakRef(tile.values.untyped_storage())
         self._latest_end = tile.end
-        end = min(tile.end + (tile.end - tile.start), self.num_rows)
-        if is_sweep and not holds_former and tile.end < end:
-            self._ahead = self._stage(tile.end, end)
+        if not is_sweep:
+            return
+        if tile.start == 0:
+            self._tile_rows = tile.end
+        self._num_sweeps += tile.end == self.num_rows
+        start = self._next_start(tile)
+        if start is not None and not holds_former:
+            self._ahead = self._stage(start, min(start + self._tile_rows, self.num_rows))
+
+    def _next_start(self, tile: _Tile) -> int | None:
+        """Return where the rows begin that will be read next; backward reads as forward did."""
+        if tile.end < self.num_rows:
+            return tile.end
+        begins_anew = self._num_sweeps < self._num_expected and self._tile_rows < self.num_rows
+        return 0 if begins_anew else None
 
     def _readable_words(self) -> torch.Tensor:
         """Return the matrix as the widest words that divide a row, where rows are gathered."""

@@ -403,7 +403,13 @@ class CudaRuntime(Runtime):
 
             self._pool_anchor = self.record_work(work)
         pool = cast("torch.cuda.MemPool", self._record_pool)
-        with torch.cuda.use_mem_pool(pool, self.device), torch.inference_mode(False):
+        # Memory is the stream's that it was allocated for: that of the records, or no record would
+        # ever use what was given back here.
+        with (
+            torch.cuda.stream(self._record_stream),
+            torch.cuda.use_mem_pool(pool, self.device),
+            torch.inference_mode(False),
+        ):
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._scratch.append(StorageWeakRef(memory.untyped_storage()))
         return memory

@@ -201,7 +201,7 @@ class Streamer:
             StreamStateError: Rows are kept, in memory that replayed layers use as well.
         """
         for matrix in self.matrices.values():
-            matrix.drop_ahead()
+            matrix.end_sweeps()
         self.runtime.refuse_kept_scratch()
 
     def reserve_tiles(self) -> None:
@@ -250,7 +250,7 @@ class Streamer:
         """
         with self._lock:
             for matrix in self.matrices.values():
-                matrix.drop_ahead()
+                matrix.end_sweeps()
             if SlotState.IN_USE not in self._slots.states():
                 return False
             self.runtime.drain()

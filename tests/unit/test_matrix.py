@@ -114,7 +114,7 @@ def test_tile_of_a_sweep_that_stops_is_given_back_behind_its_copy():
     runtime = CpuRuntime(lazy=True, keep_trace=True)
     matrix, values = make_matrix(runtime)
     matrix.rows(0, 4)
-    matrix.drop_ahead()
+    matrix.end_sweeps()
     assert runtime.trace[-1] == ("compute wait", "copied[head 4]")
     assert torch.equal(matrix.rows(4, 8), values[4:8])
 
@@ -187,3 +187,30 @@ def test_closed_matrix_says_so():
         with pytest.raises(StreamStateError) as caught:
             read()
         assert caught.value.slug == "streamer-closed"
+
+
+def sweep(matrix: HostMatrix) -> None:
+    for start in range(0, ROWS, 8):
+        matrix.rows(start, min(start + 8, ROWS))
+
+
+def copies_of_a_round(matrix: HostMatrix, runtime: CpuRuntime, num_sweeps: int) -> list[str]:
+    """Return the copies of some sweeps and of a decoder layer behind them, in order."""
+    first = len(runtime.trace)
+    for _ in range(num_sweeps):
+        sweep(matrix)
+        runtime.trace.append(("copy", "end of sweep"))
+    matrix.end_sweeps()
+    return [label for operation, label in runtime.trace[first:] if operation == "copy"]
+
+
+def test_second_sweep_is_begun_ahead_where_the_last_round_had_one():
+    runtime = CpuRuntime(lazy=True, keep_trace=True)
+    matrix, _ = make_matrix(runtime)
+    tiles = ["copied[head 0]", "copied[head 8]", "copied[head 16]"]
+    end = "end of sweep"
+    assert copies_of_a_round(matrix, runtime, 2) == [*tiles, end, *tiles, end]
+    ahead = [*tiles, tiles[0], end, *tiles[1:], end]
+    assert copies_of_a_round(matrix, runtime, 2) == ahead
+    assert copies_of_a_round(matrix, runtime, 1) == [*tiles, tiles[0], end]
+    assert copies_of_a_round(matrix, runtime, 1) == [*tiles, end]
