@@ -53,8 +53,8 @@ class LayerKind:
     key: Hashable
     places: list[Place]
     tensors: list[torch.Tensor]
-    _tensors: list[tuple[Place, torch.Tensor, tuple[torch.dtype, bool]]]
-    _modules: list[tuple[dict[str, Any], int, tuple[Any, ...]]]
+    _entries: list[tuple[Place, torch.Tensor | None, Hashable]]
+    _modules: list[tuple[dict[str, Any], tuple[int, int, int], tuple[Any, ...]]]
     _simple: list[tuple[dict[str, Any], str, Any]]
     _others: list[tuple[dict[str, Any], str, Hashable]]
 
@@ -67,11 +67,11 @@ class LayerKind:
         """Tell whether nothing in the layer has changed since, but the values of its tensors."""
         return (
             all(
-                owner.get(name) is tensor and (tensor.dtype, tensor.requires_grad) == form
-                for (owner, name), tensor, form in self._tensors
+                owner.get(name) is tensor and (tensor is None or _changeable(tensor) == form)
+                for (owner, name), tensor, form in self._entries
             )
             and all(
-                len(owner) == count
+                _sizes(owner) == sizes
                 and tuple(owner["_modules"].values()) == children
                 and not (
                     owner["_forward_hooks"]
@@ -79,7 +79,7 @@ class LayerKind:
                     or owner["_backward_hooks"]
                     or owner["_backward_pre_hooks"]
                 )
-                for owner, count, children in self._modules
+                for owner, sizes, children in self._modules
             )
             and all(owner.get(name) == value for owner, name, value in self._simple)
             and all(_plain(owner.get(name)) == value for owner, name, value in self._others)
@@ -87,25 +87,31 @@ class LayerKind:
 
 
 def describe(layer: nn.Module) -> LayerKind | None:
-    """Return the layer's kind, or None where Python code runs that a record would leave out: hooks.
+    """Return the layer's kind, or None where Python code runs that a record would leave out.
+
+    That is hooks, and a `forward` that was put on a module instead of its class.
 
     Args:
         layer: It has run before: linear layers choose their compute type then.
     """
     parts: list[Any] = []
     tensors: dict[int, tuple[Place, torch.Tensor]] = {}
-    modules: list[tuple[dict[str, Any], int, tuple[Any, ...]]] = []
+    entries: list[tuple[Place, torch.Tensor | None, Hashable]] = []
+    modules: list[tuple[dict[str, Any], tuple[int, int, int], tuple[Any, ...]]] = []
     simple: list[tuple[dict[str, Any], str, Any]] = []
     others: list[tuple[dict[str, Any], str, Hashable]] = []
     for path, module in layer.named_modules():
         own = vars(module)
-        if any(own[name] for name in _HOOKS):
+        if "forward" in own or any(own[name] for name in _HOOKS):
             return None
-        modules.append((own, len(own), tuple(own["_modules"].values())))
+        modules.append((own, _sizes(own), tuple(own["_modules"].values())))
         parts.append((path, type(module)))
         if isinstance(module, StreamedLinear4bit):
             parts.append(module.handle.layout_key())
-        for place, tensor in _own_tensors(own):
+        for place, tensor in _own_entries(own):
+            entries.append((place, tensor, tensor is not None and _changeable(tensor)))
+            if tensor is None or isinstance(tensor, HostParams4bit):
+                continue
             if id(tensor) in tensors:
                 return None  # one tensor in two places has one gradient
             tensors[id(tensor)] = (place, tensor)
@@ -120,18 +126,27 @@ def describe(layer: nn.Module) -> LayerKind | None:
         key=tuple(parts),
         places=[place for place, _ in tensors.values()],
         tensors=[tensor for _, tensor in tensors.values()],
-        _tensors=[(place, it, (it.dtype, it.requires_grad)) for place, it in tensors.values()],
+        _entries=entries,
         _modules=modules,
         _simple=simple,
         _others=others,
     )
 
 
-def _own_tensors(own: dict[str, Any]) -> Iterator[tuple[Place, torch.Tensor]]:
+def _own_entries(own: dict[str, Any]) -> Iterator[tuple[Place, torch.Tensor | None]]:
     for owner in (own["_parameters"], own["_buffers"]):
         for name, tensor in owner.items():
-            if tensor is not None and not isinstance(tensor, HostParams4bit):
-                yield (owner, name), tensor
+            yield (owner, name), tensor
+
+
+def _sizes(own: dict[str, Any]) -> tuple[int, int, int]:
+    """Return how many attributes, parameters and buffers a module has."""
+    return len(own), len(own["_parameters"]), len(own["_buffers"])
+
+
+def _changeable(tensor: torch.Tensor) -> Hashable:
+    """Return what may change about a tensor, beside its values, while it stays the same object."""
+    return tensor.dtype, tensor.shape, tensor.requires_grad
 
 
 def _form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
@@ -167,15 +182,23 @@ def _plain(value: Any) -> Hashable:
 
 
 class _Same:
-    """An object that is equal to itself only; it is kept, so that nothing takes its address."""
+    """An object that is equal to itself only; it is kept, so that nothing takes its address.
 
-    __slots__ = ("_value",)
+    Of what is inside it one setting counts: a config's attention, which layers read at each call.
+    """
+
+    __slots__ = ("_attention", "_value")
 
     def __init__(self, value: Any) -> None:
         self._value = value
+        self._attention = getattr(value, "_attn_implementation", None)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
+        return (
+            isinstance(other, _Same)
+            and other._value is self._value
+            and other._attention == self._attention
+        )
 
     def __hash__(self) -> int:
         return id(self._value)
