@@ -94,6 +94,9 @@ def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
 class FlatTensors:
     """Tensors that lie one behind the other, so that all are copied by one launch for each dtype.
 
+    Each starts where a tensor of its own could: kernels that read several items at once go another
+    way, and add in another order, where a tensor starts in between.
+
     Args:
         like: Gives types and shapes.
     """
@@ -101,8 +104,8 @@ class FlatTensors:
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
         self._like = [(tensor.dtype, tensor.shape) for tensor in like]
         sizes: dict[torch.dtype, int] = {}
-        for tensor in like:
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+        for dtype, shape in self._like:
+            sizes[dtype] = sizes.get(dtype, 0) + _room(dtype, shape)
         device = like[0].device if like else None
         self.flat = {
             dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()
@@ -114,8 +117,12 @@ class FlatTensors:
         positions = dict.fromkeys(flat, 0)
         views = []
         for dtype, shape in self._like:
-            size = math.prod(shape)
             start = positions[dtype]
-            views.append(flat[dtype][start : start + size].view(shape))
-            positions[dtype] = start + size
+            views.append(flat[dtype][start : start + math.prod(shape)].view(shape))
+            positions[dtype] = start + _room(dtype, shape)
         return views
+
+
+def _room(dtype: torch.dtype, shape: torch.Size) -> int:
+    """Return the items from the start of a tensor to that of the next one."""
+    return align_up(math.prod(shape) * dtype.itemsize) // dtype.itemsize
