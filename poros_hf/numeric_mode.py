@@ -32,6 +32,8 @@ class NumericMode:
             (
                 torch.are_deterministic_algorithms_enabled(),
                 torch.get_float32_matmul_precision(),
+                cuda.matmul.allow_bf16_reduced_precision_reduction,
+                cuda.matmul.allow_fp16_reduced_precision_reduction,
                 cuda.flash_sdp_enabled(),
                 cuda.mem_efficient_sdp_enabled(),
                 cuda.math_sdp_enabled(),

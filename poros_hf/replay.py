@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from poros_hf.arguments import Arguments
 from poros_hf.layer_kind import LayerKind, describe
@@ -48,6 +49,10 @@ class KindMemory:
 
     Args:
         kind: Of the layers that will be copied in.
+
+    Attributes:
+        is_recordable: False once recording has failed.
+        num_layers: Layers that are of the kind now.
     """
 
     def __init__(self, kind: LayerKind) -> None:
@@ -57,6 +62,7 @@ class KindMemory:
         self.trained = [tensor for tensor in self.tensors if tensor.requires_grad]
         self.gradients = FlatTensors(self.trained)
         self.is_recordable = True
+        self.num_layers = 0
         self._copies = _by_dtype(self.tensors)
 
     def load(self, kind: LayerKind) -> None:
@@ -91,9 +97,11 @@ class Record:
     """Both directions of one kind of layer, in one slot, for one call shape.
 
     Attributes:
-        has_gradient: Which of the kind's trained tensors get one; None before the first run.
+        kind: The layer that was recorded, as it was then.
+        has_gradient: Which of the kind's trained tensors get one; empty before the first run.
     """
 
+    kind: LayerKind
     forward: Replay
     backward: Replay
     has_gradient: list[bool]
@@ -113,17 +121,6 @@ class ReplayedLayer:
     kind: LayerKind | None = None
     memory: KindMemory | None = None
     has_run: bool = False
-
-    def refresh(self, layer: nn.Module, memories: dict[Any, KindMemory]) -> KindMemory | None:
-        """Return the memory of the kind that the layer is of now, or None if it has none."""
-        if self.kind is None or not self.kind.is_current():
-            self.kind = describe(layer)
-            self.memory = None
-            if self.kind is not None:
-                self.memory = memories.get(self.kind.key)
-                if self.memory is None:
-                    self.memory = memories[self.kind.key] = KindMemory(self.kind)
-        return self.memory if self.memory is not None and self.memory.is_recordable else None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -226,10 +223,13 @@ class LayerReplayer:
         """Prepare one forward, or return None where this layer or call cannot be replayed."""
         if type(hidden) is not torch.Tensor or not hidden.is_contiguous():
             return None
+        if _has_any_global_hook():
+            return None
         if not replayed.has_run:
             self._run_once(layer, replayed, hidden, arguments)
-        memory = replayed.refresh(layer, self._memories)
-        if memory is None or replayed.kind is None:
+        self._refresh(layer, replayed)
+        memory = replayed.memory
+        if replayed.kind is None or memory is None or not memory.is_recordable:
             return None
         layer_pass = LayerPass(
             replayer=self,
@@ -251,6 +251,40 @@ class LayerReplayer:
         with self.streamer.hold(replayed.block), torch.no_grad(), self.runtime.rng_at(rng):
             replayed.run(layer, hidden, *args, **kwargs)
         replayed.has_run = True
+
+    def _refresh(self, layer: nn.Module, replayed: ReplayedLayer) -> None:
+        """Note of which kind the layer is now."""
+        if replayed.kind is not None and replayed.kind.is_current():
+            return
+        self._leave_kind(replayed)
+        replayed.kind = kind = describe(layer)
+        if kind is not None:
+            memory = self._memories.get(kind.key)
+            if memory is None:
+                memory = self._memories[kind.key] = KindMemory(kind)
+            memory.num_layers += 1
+            replayed.memory = memory
+
+    def _leave_kind(self, replayed: ReplayedLayer) -> None:
+        """Drop what was recorded from a layer that has changed, and what no layer is of any more.
+
+        The CPU's records run the layer again, which computes something else now. And a run may
+        go through any number of kinds, as when a setting changes at every step.
+        """
+        kind, memory = replayed.kind, replayed.memory
+        replayed.kind = replayed.memory = None
+        if kind is None or memory is None:
+            return
+        memory.num_layers -= 1
+        is_last = memory.num_layers == 0
+        if is_last:
+            del self._memories[kind.key]
+        for shape in self._shapes.values():
+            for key, record in list(shape.records.items()):
+                if record.kind is kind or (is_last and key[1] is memory):
+                    del shape.records[key]
+            if is_last:
+                shape.uses_rng.pop(memory, None)
 
     def clear(self) -> None:
         """Drop every record; they are made anew where they are needed."""
@@ -312,15 +346,15 @@ class LayerReplayer:
             self.streamer.reserve_tiles()
         work = _LayerWork(layer_pass, shape)
         layer_pass._load(shape, shape.x)
-        if layer_pass.memory not in shape.uses_rng:
-            shape.uses_rng[layer_pass.memory] = self._try(work)
-        before = self.runtime.rng_state()
-        record = Record(
-            self.runtime.record_work(work.forward),
-            self.runtime.record_work(work.backward),
-            work.has_gradient,
-        )
-        self.runtime.set_rng_state(before)
+        with self.runtime.rng_at(self.runtime.rng_state()):  # also where it fails
+            if layer_pass.memory not in shape.uses_rng:
+                shape.uses_rng[layer_pass.memory] = self._try(work)
+            record = Record(
+                layer_pass.kind,
+                self.runtime.record_work(work.forward),
+                self.runtime.record_work(work.backward),
+                work.has_gradient,
+            )
         self.num_records += 2
         self.record_seconds += time.perf_counter() - start
         return record
@@ -330,9 +364,7 @@ class LayerReplayer:
         before = self.runtime.rng_state()
         work.forward()
         work.backward()
-        uses_rng = not self.runtime.is_rng_state(before)
-        self.runtime.set_rng_state(before)
-        return uses_rng
+        return not self.runtime.is_rng_state(before)
 
 
 class _LayerWork:
@@ -375,21 +407,41 @@ class _LayerWork:
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         args, kwargs = self._arguments
-        with torch.enable_grad(), self._mode.applied(self._x.device):
+        with torch.enable_grad(), self._mode.applied(self._x.device), _kept_as_they_are():
             output = self._replayed.run(self._layer, x, *args, **kwargs)
+        name = type(self._layer).__name__
         if type(output) is not torch.Tensor or output.shape != x.shape:
-            raise TypeError(f"{type(self._layer).__name__} returns more than its hidden states")
+            raise TypeError(f"{name} returns more than its hidden states")
+        if output.dtype != x.dtype:
+            raise TypeError(f"{name} takes {x.dtype} and returns {output.dtype}")
         return output
 
     @contextlib.contextmanager
     def _borrowed(self) -> Iterator[None]:
         """Let the layer find its tensors at the fixed addresses."""
         own = [owner[name] for owner, name in self._places]
+        tensors = self._memory.tensors
+        versions = [tensor._version for tensor in tensors]
         with torch.no_grad(), self._streamer.borrow(self._replayed.block):
             try:
-                for (owner, name), tensor in zip(self._places, self._memory.tensors, strict=True):
+                for (owner, name), tensor in zip(self._places, tensors, strict=True):
                     owner[name] = tensor
                 yield
             finally:
                 for (owner, name), tensor in zip(self._places, own, strict=True):
                     owner[name] = tensor
+        if versions != [tensor._version for tensor in tensors]:
+            raise TypeError(f"{type(self._layer).__name__} changes tensors of its own")
+
+
+def _kept_as_they_are() -> contextlib.AbstractContextManager[None]:
+    """Keep what backward needs where it is, whatever hooks the caller has set for that.
+
+    They are the caller's for what lives from forward to backward, which is the layer's input.
+    """
+    # Detached, because a tensor that an operation keeps of its own output would keep the operation.
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -414,13 +414,18 @@ class CudaRuntime(Runtime):
         self._scratch.append(StorageWeakRef(memory.untyped_storage()))
         return memory
 
-    def rng_state(self) -> int:
-        """See `Runtime.rng_state`; the offset of the device's generator."""
-        return int(self._generator().get_offset())
+    def rng_state(self) -> tuple[int, int]:
+        """See `Runtime.rng_state`; seed and offset of the device's generator."""
+        generator = self._generator()
+        return generator.initial_seed(), int(generator.get_offset())
 
-    def set_rng_state(self, state: int) -> None:
+    def set_rng_state(self, state: tuple[int, int]) -> None:
         """See `Runtime.set_rng_state`."""
-        self._generator().set_offset(state)
+        generator = self._generator()
+        seed, offset = state
+        if seed != generator.initial_seed():
+            generator.manual_seed(seed)
+        generator.set_offset(offset)
 
     def _generator(self) -> torch.Generator:
         return torch.cuda.default_generators[self.device.index]

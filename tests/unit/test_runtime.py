@@ -304,3 +304,48 @@ def test_clear_sticky_error_swallows_the_error_of_the_next_launch(monkeypatch):
     monkeypatch.setattr(torch, "zeros", zeros)
     runtime._clear_sticky_error()
     assert launches == [(1,)]
+
+
+def test_record_is_not_run_until_it_is_replayed_and_works_on_its_own_addresses():
+    runtime = CpuRuntime()
+    source, target = torch.zeros(3), torch.zeros(3)
+    record = runtime.record_work(lambda: target.copy_(source))
+    source.fill_(1.0)
+    assert not target.any()
+    record.replay()
+    assert torch.equal(target, source)
+    source.fill_(2.0)
+    record.replay()
+    assert torch.equal(target, source)
+
+
+def test_random_numbers_are_drawn_again_from_a_state():
+    runtime = CpuRuntime()
+    state = runtime.rng_state()
+    first = torch.rand(5)
+    behind = runtime.rng_state()
+    with runtime.rng_at(state):
+        assert torch.equal(torch.rand(5), first)
+        torch.rand(7)
+    assert runtime.is_rng_state(behind)
+    runtime.set_rng_state(state)
+    assert torch.equal(torch.rand(5), first)
+
+
+def test_random_numbers_go_on_where_they_were_after_an_error():
+    runtime = CpuRuntime()
+    state = runtime.rng_state()
+    torch.rand(5)
+    behind = runtime.rng_state()
+    with pytest.raises(KeyError), runtime.rng_at(state):
+        raise KeyError
+    assert runtime.is_rng_state(behind)
+
+
+def test_state_of_random_numbers_tells_whether_any_was_drawn():
+    runtime = CpuRuntime()
+    state = runtime.rng_state()
+    torch.zeros(3).exp()
+    assert runtime.is_rng_state(state)
+    torch.rand(1)
+    assert not runtime.is_rng_state(state)
