@@ -117,6 +117,68 @@ def wrong_ids() -> None:
     HostMatrix.gather = lambda matrix, ids: original(matrix, ids + ids % 2)
 
 
+def stale_adapters() -> None:
+    """Each layer's adapters are replayed as they were when they were first copied in."""
+    from poros_hf.replay import KindMemory
+
+    first: dict[int, list[torch.Tensor]] = {}
+
+    def load(memory: Any, kind: Any) -> None:
+        values = first.setdefault(id(kind), [tensor.detach().clone() for tensor in kind.tensors])
+        with torch.no_grad():
+            for target, value in zip(memory.tensors, values, strict=True):
+                target.copy_(value)
+
+    KindMemory.load = load
+
+
+def static_gradients() -> None:
+    """Gradients are handed out where the record has left them, and not as copies."""
+    from poros_hf.replay import LayerPass
+
+    original = LayerPass.backward
+
+    def backward(layer_pass: Any, hidden: torch.Tensor, grad_output: torch.Tensor) -> Any:
+        grad_hidden, _ = original(layer_pass, hidden, grad_output)
+        return grad_hidden, layer_pass.memory.gradients.flat
+
+    LayerPass.backward = backward
+
+
+def stale_constants() -> None:
+    """A mask is copied in for the first batch of a shape and for no later one."""
+    from poros_hf.static_memory import StaticMemory
+
+    original = StaticMemory.fill
+    filled: dict[Any, torch.Tensor] = {}
+
+    def fill(memory: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        key = (target.dtype, target.shape)
+        original(memory, target, filled.setdefault(key, source.clone()))
+
+    StaticMemory.fill = fill
+
+
+def numbers_drawn_anew() -> None:
+    """Backward recomputes a layer with other random numbers than forward had."""
+    from poros_hf.replay import LayerPass
+
+    original = LayerPass.backward
+
+    def backward(layer_pass: Any, hidden: torch.Tensor, grad_output: torch.Tensor) -> Any:
+        layer_pass.rng = None
+        return original(layer_pass, hidden, grad_output)
+
+    LayerPass.backward = backward
+
+
+def record_of_another_slot() -> None:
+    """A layer is replayed from the record of the first slot, wherever its block is."""
+    from poros_hf.streamer import Streamer
+
+    Streamer.slot_of = lambda streamer, block: 0
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "release-before-backward": release_before_backward,
     "missing-wait": missing_wait,
@@ -125,4 +187,12 @@ FAULTS: dict[str, Callable[[], None]] = {
     "stock-function": stock_function,
     "wrong-rows": wrong_rows,
     "wrong-ids": wrong_ids,
+}
+# What only replay can do wrong: these need a layer that is checkpointed in the plain way.
+REPLAY_FAULTS: dict[str, Callable[[], None]] = {
+    "stale-adapters": stale_adapters,
+    "static-gradients": static_gradients,
+    "stale-constants": stale_constants,
+    "numbers-drawn-anew": numbers_drawn_anew,
+    "record-of-another-slot": record_of_another_slot,
 }

@@ -186,7 +186,21 @@ def train(case: Case, load_side: Any, models: Path, output: Path) -> dict[str, A
     if callbacks:
         result["moved_bytes"] = callbacks[0].report.moved_bytes
         result["num_blocks"] = callbacks[0].report.num_blocks
+        result |= replay_figures(trainer.model)
     return result
+
+
+def replay_figures(model: Any) -> dict[str, Any]:
+    """Return how many layers were replayed from how many records, and how many never are."""
+    from poros_hf.hf.session import find_session
+
+    session = find_session(model)
+    assert session is not None
+    return {
+        "num_records": session.replayer.num_records,
+        "num_kinds": len(session.replayer._memories),
+        "fixed_layers": list(session.fixed_layers),
+    }
 
 
 def main() -> None:
@@ -197,9 +211,9 @@ def main() -> None:
     trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = TILE_ROWS
     load_side = load_resident if side == "resident" else load_streamed
     if job.get("fault"):
-        from tests.parity.faults import FAULTS
+        from tests.parity.faults import FAULTS, REPLAY_FAULTS
 
-        FAULTS[job["fault"]]()
+        {**FAULTS, **REPLAY_FAULTS}[job["fault"]]()
     # Trainer collects garbage for every case, and would look at all that was imported each time.
     gc.freeze()
     results = {}

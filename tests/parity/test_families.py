@@ -9,7 +9,7 @@ import pytest
 
 from tests.families import MORE_FAMILIES, MULTIMODAL_FAMILIES
 from tests.parity.cases import Case
-from tests.parity.test_parity import check_equal, check_meaningful
+from tests.parity.test_parity import check_equal, check_meaningful, check_replayed
 
 CASES = [
     Case(family=family, checkpointing=checkpointing)
@@ -32,3 +32,4 @@ def test_streamed_training_of_a_family_equals_resident_training(
     check_equal(resident, streamed)
     assert streamed["num_blocks"] > case.num_slots
     assert streamed["moved_bytes"] > 0
+    check_replayed(case, streamed)

@@ -10,13 +10,19 @@ from typing import Any
 import pytest
 
 from tests.parity.cases import VALUES, Case, pairwise_cases, product_cases
-from tests.parity.faults import FAULTS
+from tests.parity.faults import FAULTS, REPLAY_FAULTS
 from tests.parity.side import STEPS
 
 PAIRWISE = pairwise_cases()
 # Without checkpointing nothing recomputes, so what a slot held in forward is gone in backward; and
 # without poison a fault is a wrong number instead of a loss that is not finite, which stops it.
 FAULT_CASE = Case(family="qwen2", checkpointing="off", poison=False)
+# Masks, accumulated gradients and random numbers: each has a fault of its own.
+REPLAY_FAULT_CASE = Case(family="qwen2", accumulation=2, dropout=0.1, poison=False)
+PLANTED = {
+    **dict.fromkeys(sorted(FAULTS), FAULT_CASE),
+    **dict.fromkeys(sorted(REPLAY_FAULTS), REPLAY_FAULT_CASE),
+}
 
 
 def test_pairwise_cases_cover_every_pair_of_values() -> None:
@@ -39,6 +45,7 @@ def test_streamed_training_equals_resident_training(
     check_equal(resident, streamed)
     assert streamed["num_blocks"] - case.resident_blocks > case.num_slots
     assert streamed["moved_bytes"] > 0
+    check_replayed(case, streamed)
 
 
 @pytest.mark.slow
@@ -53,24 +60,32 @@ def test_streamed_training_equals_resident_training_over_the_whole_product(
 
 
 @pytest.fixture(scope="module")
-def fault_reference(run_sides: Callable[..., Any]) -> Any:
-    resident, streamed = run_sides([FAULT_CASE], ["resident", "streamed"])
-    check_equal(resident[FAULT_CASE.id], streamed[FAULT_CASE.id])
-    return resident[FAULT_CASE.id]
+def fault_references(run_sides: Callable[..., Any]) -> Any:
+    cases = [FAULT_CASE, REPLAY_FAULT_CASE]
+    resident, streamed = run_sides(cases, ["resident", "streamed"])
+    for case in cases:
+        check_equal(resident[case.id], streamed[case.id])
+        check_replayed(case, streamed[case.id])
+    return resident
 
 
-@pytest.mark.parametrize("fault", sorted(FAULTS))
+@pytest.mark.parametrize("fault", PLANTED)
 def test_parity_notices_when_a_fault_is_planted(
-    fault: str, fault_reference: Any, run_sides: Callable[..., Any]
+    fault: str, fault_references: Any, run_sides: Callable[..., Any]
 ) -> None:
-    (faulty,) = run_sides([FAULT_CASE], ["streamed"], fault=fault)
+    case = PLANTED[fault]
+    reference = fault_references[case.id]
+    (faulty,) = run_sides([case], ["streamed"], fault=fault)
     differing = [
-        name
-        for name, value in fault_reference["gradients"][0].items()
-        if faulty[FAULT_CASE.id]["gradients"][0][name] != value
+        (step, name)
+        for step, (ours, theirs) in enumerate(
+            zip(faulty[case.id]["gradients"], reference["gradients"], strict=True)
+        )
+        for name in theirs
+        if ours[name] != theirs[name]
     ]
     assert differing
-    assert faulty[FAULT_CASE.id]["adapter"] != fault_reference["adapter"]
+    assert faulty[case.id]["adapter"] != reference["adapter"]
 
 
 ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu")
@@ -107,6 +122,15 @@ def check_equal(resident: dict[str, Any], streamed: dict[str, Any]) -> None:
     assert streamed["losses"] == resident["losses"]
     assert streamed["eval_losses"] == resident["eval_losses"]
     assert streamed["adapter"] == resident["adapter"]
+
+
+def check_replayed(case: Case, streamed: dict[str, Any]) -> None:
+    """Check that layers were replayed, from few records, where and only where they can be."""
+    if case.checkpointing == "non-reentrant" and not streamed["fixed_layers"]:
+        assert streamed["num_records"] > 0
+        assert 0 < streamed["num_kinds"] <= 3
+    else:
+        assert streamed["num_records"] == 0
 
 
 def _batches(cases: Iterator[Case], count: int) -> Iterator[list[Case]]:
