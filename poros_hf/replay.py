@@ -226,6 +226,8 @@ class LayerReplayer:
         if _has_any_global_hook():
             return None
         if not replayed.has_run:
+            if describe(layer) is None:
+                return None  # what runs beside it, such as a hook, must not run once more
             self._run_once(layer, replayed, hidden, arguments)
         self._refresh(layer, replayed)
         memory = replayed.memory

@@ -28,7 +28,7 @@ from poros_hf.hf.decoder import (
 )
 from poros_hf.hf.dense import find_dense
 from poros_hf.hf.replayable import is_replayable
-from poros_hf.hf.session import StreamSession
+from poros_hf.hf.session import StreamSession, refuse_fixed_layers
 from poros_hf.layers import BlockHold, swap_class
 from poros_hf.linear import StreamedLinear4bit, WeightHandle
 from poros_hf.matrix import WEIGHT, HostMatrix
@@ -75,6 +75,9 @@ class ModelCapture:
         self._layers = find_decoder_layers(model)
         refuse_unquantised(self._layers, config_bytes(config))
         refuse_written(self._layers)
+        fixed = {type(it.module).__name__ for it in self._layers if not is_replayable(it.module)}
+        self._fixed_layers = tuple(sorted(fixed))
+        refuse_fixed_layers(config.micro_batch_size, self._fixed_layers)
         size = block_size(config)
         self._block_of_layer = [index // size for index in range(len(self._layers))]
         self._block_of_weight: dict[str, int] = {}
@@ -197,9 +200,8 @@ class ModelCapture:
         streamer.situation.block_size = block_size(self._config)
         is_nf4 = all(weight.state.quant_type == "nf4" for weight in self._weights.values())
         replayer = LayerReplayer(streamer)
-        fixed = {type(it.module).__name__ for it in self._layers if not is_replayable(it.module)}
         session = StreamSession(
-            self._config, streamer, replayer, tuple(sorted(fixed)), store_fields, is_nf4
+            self._config, streamer, replayer, self._fixed_layers, store_fields, is_nf4
         )
         session.set_micro_batch_size(self._config.micro_batch_size)
         for layer, block in zip(self._layers, self._block_of_layer, strict=True):

@@ -6,7 +6,7 @@ from torch import nn
 
 # One tensor in, one out, no argument changed, no side output (routers, shared keys and values):
 # each is trained through SFTTrainer against the stock layer in tests/parity.
-_REPLAYABLE = frozenset(
+REPLAYABLE = frozenset(
     {
         "ApertusDecoderLayer",
         "ArceeDecoderLayer",
@@ -43,4 +43,4 @@ _REPLAYABLE = frozenset(
 def is_replayable(layer: nn.Module) -> bool:
     """Tell whether a layer is of a class on the list, and of transformers' own."""
     kind = type(layer)
-    return kind.__module__.startswith("transformers.models.") and kind.__name__ in _REPLAYABLE
+    return kind.__module__.startswith("transformers.models.") and kind.__name__ in REPLAYABLE

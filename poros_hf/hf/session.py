@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -60,14 +60,7 @@ class StreamSession:
         Raises:
             UnsupportedModelError: Layers of the model cannot do that; their classes are named.
         """
-        if rows != "auto" and self.fixed_layers:
-            raise UnsupportedModelError(
-                "micro-batch-layer",
-                f"micro_batch_size={rows} needs layers that can be replayed; these are not known "
-                f"to be: {', '.join(self.fixed_layers)}",
-                remedies=["leave micro_batch_size out", "accumulate gradients instead"],
-                names=list(self.fixed_layers),
-            )
+        refuse_fixed_layers(rows, self.fixed_layers)
         self.replayer.micro_batch_size = None if isinstance(rows, str) else rows
 
     def adopt(self, trainer_state: Any, let_go: Callable[[], None]) -> None:
@@ -112,6 +105,26 @@ class StreamSession:
             "A streamed model is being trained without PorosStreaming: results are right, but "
             "nothing checks that it learns and no transfer is reported. Pass "
             "callbacks=[PorosStreaming()] to the trainer."
+        )
+
+
+def refuse_fixed_layers(rows: int | str, fixed_layers: Sequence[str]) -> None:
+    """Refuse micro-batches for layers that are never replayed.
+
+    Args:
+        rows: The `micro_batch_size` of a config.
+        fixed_layers: Classes of decoder layers that are never replayed.
+
+    Raises:
+        UnsupportedModelError: The classes are named.
+    """
+    if rows != "auto" and fixed_layers:
+        raise UnsupportedModelError(
+            "micro-batch-layer",
+            f"micro_batch_size={rows} needs layers that can be replayed; these are not known "
+            f"to be: {', '.join(fixed_layers)}",
+            remedies=["leave micro_batch_size out", "accumulate gradients instead"],
+            names=list(fixed_layers),
         )
 
 

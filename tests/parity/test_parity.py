@@ -128,7 +128,8 @@ def check_replayed(case: Case, streamed: dict[str, Any]) -> None:
     """Check that layers were replayed, from few records, where and only where they can be."""
     if case.checkpointing == "non-reentrant" and not streamed["fixed_layers"]:
         assert streamed["num_records"] > 0
-        assert 0 < streamed["num_kinds"] <= 3
+        # Full and sliding attention, for each place that a layer may have in its block.
+        assert 0 < streamed["num_kinds"] <= 2 * case.block_size
     else:
         assert streamed["num_records"] == 0
 
