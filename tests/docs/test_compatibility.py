@@ -6,12 +6,15 @@ import importlib.metadata
 import re
 from pathlib import Path
 
+import torch
 from packaging.requirements import Requirement
 
 from poros_hf.hf.compat import NEWEST_TESTED
+from poros_hf.hf.decoder import find_decoder_layers
+from poros_hf.hf.replayable import REPLAYABLE
 from tests.families import MORE_FAMILIES, MULTIMODAL_FAMILIES, REFUSED_FAMILIES
 from tests.integration.test_other_trainers import KINDS
-from tests.tiny import FAMILIES
+from tests.tiny import FAMILIES, auto_class, tiny_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
@@ -47,6 +50,27 @@ def test_families_with_a_tower_are_those_of_the_tests_in_order():
     assert [row[:2] for row in rows("Families with a vision tower")] == [
         [name, MULTIMODAL_FAMILIES[name]["model_type"]] for name in sorted(MULTIMODAL_FAMILIES)
     ]
+
+
+def decoder_layer_classes(family: str) -> set[str]:
+    """Return the classes of a family's decoder layers, from a model without memory."""
+    config = tiny_config(family)
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    return {type(layer.module).__name__ for layer in find_decoder_layers(model)}
+
+
+def test_replayed_layers_are_those_of_the_list_each_with_the_families_that_train_it():
+    trained = {name: decoder_layer_classes(name) for name in FAMILIES | MORE_FAMILIES}
+    trained |= {name: decoder_layer_classes(name) for name in MULTIMODAL_FAMILIES}
+    families_of = {
+        kind: ", ".join(f"`{name}`" for name in sorted(trained) if kind in trained[name])
+        for kind in sorted(REPLAYABLE)
+    }
+    assert all(families_of.values())
+    assert [[kind, names.strip("`")] for kind, names in families_of.items()] == rows(
+        "Layers that are replayed"
+    )
 
 
 def test_refused_families_are_those_of_the_tests_with_their_slugs():

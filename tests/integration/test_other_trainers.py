@@ -25,6 +25,7 @@ from trl import (
 
 from poros_hf import PorosConfig, PorosStreaming
 from poros_hf.errors import UnsupportedModelError
+from poros_hf.hf.session import find_session
 from tests.integration.stock import quantisation, stop_repacking
 
 STEPS = 3
@@ -129,6 +130,9 @@ def test_adapter_of_another_trainer_equals_the_resident_one(
     assert all(math.isfinite(loss) and loss != 0.0 for loss in losses)
     assert callbacks[0].report.moved_bytes > 0
     assert results[0] == results[1]
+    session = find_session(trainer.model)
+    assert session is not None
+    assert session.replayer.num_records > 0
 
 
 def test_separate_reference_model_gives_what_switching_the_adapter_off_gives(

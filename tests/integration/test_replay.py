@@ -330,9 +330,14 @@ def test_trainer_and_model_are_freed_with_their_records(
 # Micro-batches: some rows at a time go through a layer.
 
 
-@pytest.mark.parametrize(("rows", "size"), [(4, 1), (4, 2), (2, 1)])
+@pytest.mark.parametrize(("rows", "size", "resident"), [(4, 1, 0), (4, 2, 2), (2, 1, 0)])
 def test_micro_batches_equal_accumulation_of_them(
-    rows: int, size: int, train: Callable[..., Run], tiny_model: Path, load_streamed: Any
+    rows: int,
+    size: int,
+    resident: int,
+    train: Callable[..., Run],
+    tiny_model: Path,
+    load_streamed: Any,
 ) -> None:
     stock = train(
         load_stock(tiny_model),
@@ -341,7 +346,7 @@ def test_micro_batches_equal_accumulation_of_them(
         gradient_accumulation_steps=rows // size,
     )
     streamed = train(
-        load_streamed(PorosConfig(micro_batch_size=size)),
+        load_streamed(PorosConfig(micro_batch_size=size, resident_blocks=resident)),
         callbacks=[PorosStreaming(debug=True)],
         rows=EVEN,
         per_device_train_batch_size=rows,
@@ -350,7 +355,9 @@ def test_micro_batches_equal_accumulation_of_them(
         assert [name for name in theirs if not is_equal(theirs[name], ours[name])] == []
     assert streamed.losses == pytest.approx(stock.losses, rel=1e-6)
     assert streamed.replayer.micro_batch_size == size
-    assert streamed.replayer.num_records == 2 * 2
+    assert streamed.replayer.num_records == 2 * (2 + resident)
+    plan = streamed.replayer.streamer.plan
+    assert (len(plan.resident), plan.is_head_resident) == (resident, False)
 
 
 def accumulate(model: Any, parts: list[torch.Tensor], num_items: int) -> dict[str, torch.Tensor]:

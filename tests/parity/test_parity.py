@@ -100,6 +100,7 @@ def test_streamed_training_equals_resident_training_under_a_launcher(
     resident, streamed = run_sides([case], ["resident", "streamed"], launcher=launcher)
     check_meaningful(resident[case.id])
     check_equal(resident[case.id], streamed[case.id])
+    check_replayed(case, streamed[case.id])
 
 
 def check_meaningful(result: dict[str, Any]) -> None:
