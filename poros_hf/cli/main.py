@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 
 import poros_hf
@@ -29,6 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 1 where it was refused, and says why."""
     options = build_parser().parse_args(arguments)
+    # TRL uses names that transformers is about to drop: nothing that whoever runs this can change.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:
         status: int = options.run(options)
     except PorosError as error:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from poros_hf.errors import ConfigError
 from poros_hf.units import GB
 
 if TYPE_CHECKING:
@@ -77,10 +78,22 @@ def run(options: argparse.Namespace) -> int:
 
     words = ["--trust_remote_code", "true"] if options.trust_remote_code else []
     job = read_job(options.file, options.set, words)
+    _refuse_processes(job.training.world_size, options.file)
     folder = Path(job.training.output_dir)
     with claimed(folder, may_hold_files=options.resume or options.overwrite):
         checked = check_run(job, resume=options.resume)
         return _train(checked, options, say)
+
+
+def _refuse_processes(count: int, file: Path) -> None:
+    """Leave several processes to the recipes: here, one holds the folder and hears the signals."""
+    if count > 1:
+        raise ConfigError(
+            "train-processes",
+            f"poros train is one process, and {count} were launched",
+            remedies=[f"accelerate launch recipes/sft.py --config {file}"],
+            num_processes=count,
+        )
 
 
 def _train(checked: CheckedRun, options: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -175,7 +188,7 @@ def _as_json(result: RunResult, pace: Pace, stop: StopOnSignal) -> dict[str, Any
         "load_s": round(result.load_s, 3),
         **asdict(pace),
         "stopped_by": stop.received.name if stop.received else None,
-        "is_pushed": result.push_error is None,
+        "push_error": None if result.push_error is None else str(result.push_error),
         "streaming": asdict(result.report),
         "metrics": result.metrics,
     }

@@ -20,6 +20,7 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+from transformers.integrations import get_reporting_integration_callbacks
 
 from poros_hf.environment import read_device_memory, read_host_memory
 from poros_hf.errors import ConfigError, HubError
@@ -101,6 +102,7 @@ def check_run(job: Job, *, resume: bool | str | Path = False) -> CheckedRun:
     """
     training = job.training
     refuse_arguments(training)
+    _check_trackers(training.report_to)
     checkpoint = pick_checkpoint(resume, Path(training.output_dir))
     model_config = _check_model(job)
     num_weights = count_adapter_weights(model_config, job.lora)
@@ -253,6 +255,19 @@ def _check_evaluation(job: Job, eval_rows: PreparedRows | None) -> None:
             f"eval_strategy is {strategy!r} and there are no rows to evaluate on",
             remedies=["set eval_dataset", 'set eval_strategy: "no"'],
         )
+
+
+def _check_trackers(names: Any) -> None:
+    """Make every tracker once, which is when it says that its package is missing."""
+    try:
+        for kind in get_reporting_integration_callbacks(names):
+            kind()
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise ConfigError(
+            "tracker",
+            f"report_to={names!r}: {error}",
+            remedies=["install its package", "set report_to: none"],
+        ) from error
 
 
 def _rows_per_step(training: Any) -> int:

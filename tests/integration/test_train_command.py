@@ -16,6 +16,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 from transformers import Trainer
+from trl import SFTConfig
 
 from poros_hf.cli.main import main
 from poros_hf.environment import HostMemory
@@ -114,6 +115,27 @@ def test_train_says_what_it_does_and_writes_an_adapter(
     trained = adapter(tmp_path / "out")
     assert all(tensor.any() for name, tensor in trained.items() if "lora_B" in name)
     assert (tmp_path / "out" / "poros_config.json").is_file()
+
+
+def test_train_evaluates_and_leaves_that_out_of_its_pace(
+    write: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"eval_dataset": str(tmp_path / "rows.jsonl"), "eval_strategy": "steps"}
+    assert train(write(**values, eval_steps=1), "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    evaluations = [name for name in result["metrics"] if name.startswith("eval")]
+    assert result["first_step_s"] + 3 * result["step_s"] < result["metrics"]["train_runtime"]
+    assert evaluations == []
+    state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert sum("eval_loss" in line for line in state["log_history"]) == 4
+
+
+def test_train_leaves_several_processes_to_the_recipes(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(SFTConfig, "world_size", 2)
+    assert train(write()) == 1
+    assert "accelerate launch recipes/sft.py --config " in capsys.readouterr().err
 
 
 def test_train_prints_json_alone_on_stdout_when_asked(
@@ -226,6 +248,8 @@ def test_train_overwrites_when_it_is_told_to(write: Callable[..., Path], tmp_pat
         ({"use_dora": True}, [], "adapter-kind"),
         ({"torch_compile": True}, [], "training-arguments"),
         ({"eval_strategy": "steps"}, [], "eval-rows"),
+        ({"report_to": "no_such_tracker"}, [], "tracker"),
+        ({"report_to": "comet_ml"}, [], "tracker"),
         ({"max_step": 3}, [], "train-file"),
         ({"num_slots": 0}, [], "config-value"),
         ({}, ["--resume"], "no-checkpoint"),
