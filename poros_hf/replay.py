@@ -279,6 +279,7 @@ class LayerReplayer:
             return
         memory.num_layers -= 1
         is_last = memory.num_layers == 0
+        self.runtime.drain()  # the device may be replaying what is dropped
         if is_last:
             del self._memories[kind.key]
         for shape in self._shapes.values():
@@ -289,7 +290,12 @@ class LayerReplayer:
                 shape.uses_rng.pop(memory, None)
 
     def clear(self) -> None:
-        """Drop every record; they are made anew where they are needed."""
+        """Drop every record; they are made anew where they are needed.
+
+        Streams: blocks the host until the device is idle: it may be replaying one.
+        """
+        if self._shapes:
+            self.runtime.drain()
         self._shapes.clear()
         self._shape_in_memory = None
         self.static.forget()
@@ -334,6 +340,7 @@ class LayerReplayer:
             x, y, *constants = self.static.lay(like)
             shape = self._shapes[key] = _Shape(x, y, constants)
             if len(self._shapes) > _MAX_SHAPES:
+                self.runtime.drain()
                 self._shapes.popitem(last=False)
         else:
             self._shapes.move_to_end(key)
