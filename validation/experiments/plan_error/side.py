@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 import poros_hf
 from poros_hf.fitting import Plan
 from poros_hf.hf.session import find_session
-from poros_hf.memory import head_bytes, head_tile_bytes, layer_bytes
+from poros_hf.memory import head_tile_bytes, layer_bytes
 from poros_hf.shapes import Hardware, Workload
 from validation.experiments.parity.make_checkpoint import save_tokenizer
 from validation.experiments.parity.recorder import graph_pool_bytes
@@ -104,14 +104,14 @@ def measured_bytes() -> dict[str, float]:
 
 
 def planned_bytes(streaming: poros_hf.PorosStreaming, model: Any, tokens: int) -> dict[str, float]:
-    """Return the plan's categories, and the two sums that measured factors are put on."""
+    """Return the plan's categories, and the sums that decide between them."""
     plan = streaming.plan or plan_without_gpu(model, tokens)
     shapes, workload = plan.job.shapes, plan.job.workload
     return {
         "planned_peak_bytes": plan.device.total,
         "margin_bytes": plan.margin_bytes,
         "layer_bytes": sum(layer_bytes(shapes, workload)),
-        "head_transient_bytes": head_bytes(shapes, workload),
+        "tile_bytes": 2 * head_tile_bytes(shapes) if shapes.can_stream_head else 0,
         "staged_head_bytes": 0 if plan.is_head_resident else 2 * head_tile_bytes(shapes),
         **{f"planned_{name}_bytes": size for name, size in asdict(plan.device).items()},
     }
