@@ -184,7 +184,7 @@ def _held(situation: Situation, memory: DeviceMemory | None) -> dict[str, int]:
         outside = memory.total_bytes - memory.free_bytes - memory.reserved_bytes
         held |= {
             "other tensors": rest,
-            "held by the allocator, unused": unused,
+            "allocator (records of layers, and unused)": unused,
             "contexts and other processes": max(0, outside),
         }
     if situation.plan is not None:

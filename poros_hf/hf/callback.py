@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from poros_hf.config import CONFIG_FILE, PorosConfig, require_config
-from poros_hf.environment import read_device_memory
+from poros_hf.environment import private_pool_bytes, read_device_memory
 from poros_hf.errors import ConfigError, UnsupportedModelError
 from poros_hf.fitting import Plan, without_excess
 from poros_hf.hf.adapter_file import check_saved_adapter
@@ -84,6 +84,7 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         self._moved_in_steps = 0
         self._is_stepping = False
         self._plan: Plan | None = None
+        self._peak_before = 0
         self._batches: Any = None
         self._filtered: Any = None
 
@@ -164,6 +165,8 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         rows = getattr(train_dataloader, "dataset", None)
         self._plan = final_plan(model, config, blocks, args, rows)
         streamer.situation.plan = self._plan
+        memory = read_device_memory()
+        self._peak_before = 0 if memory is None else memory.peak_allocated_bytes
         streamer.replan(self._plan.stream if self._plan else plan_stream(blocks, config))
         streamer.take_times()
         self._times = TransferTimes()
@@ -268,13 +271,16 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         memory = read_device_memory()
         if self._plan is None or memory is None:
             return
-        stream = without_excess(self._plan, memory.peak_allocated_bytes)
+        if memory.peak_allocated_bytes <= self._peak_before:
+            return  # the most was taken before training: it says nothing of a step
+        peak = memory.peak_allocated_bytes + private_pool_bytes()
+        stream = without_excess(self._plan, peak)
         if stream is None:
             return
         logger.warning(
             "the first step took %s of device memory, %s were foreseen: resident blocks go from "
             "%d to %d",
-            format_bytes(memory.peak_allocated_bytes),
+            format_bytes(peak),
             format_bytes(self._plan.device.total),
             len(self._plan.stream.resident),
             len(stream.resident),

@@ -198,7 +198,7 @@ def test_first_step_corrects_a_plan_that_was_too_large(
 
     def read() -> DeviceMemory:
         readings.append(len(readings))
-        return memory(peak_allocated_bytes=10**12)
+        return memory(peak_allocated_bytes=10**12 if len(readings) > 1 else 10**6)
 
     monkeypatch.setattr(callback, "read_device_memory", read)
     streaming = PorosStreaming(PorosConfig(vram_budget="10GB"))
@@ -208,7 +208,18 @@ def test_first_step_corrects_a_plan_that_was_too_large(
     assert "resident blocks go from 13 to 0" in caplog.text
     assert streaming.report.num_resident_blocks == 0
     assert streaming.report.moved_bytes > 0
-    assert readings == [0]
+    assert readings == [0, 1]  # when training begins, and behind the first step
+
+
+def test_peak_of_loading_corrects_nothing(
+    load_streamed: Callable[..., Any], make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from poros_hf.hf import callback
+
+    loaded = memory(peak_allocated_bytes=10**12)
+    monkeypatch.setattr(callback, "read_device_memory", lambda: loaded)
+    streaming = plan_of_training(make_trainer, load_streamed(), vram_budget="10GB")
+    assert streaming.report.num_resident_blocks == NUM_LAYERS
 
 
 def test_plan_of_training_gives_the_gradients_of_any_other(

@@ -62,6 +62,7 @@ def clean_up() -> None:
 def train(folder: Path, tokens: int, work: Path) -> dict[str, float]:
     """Train some steps and return the peak, what was planned, and what the plan is made of."""
     set_seed(0)
+    before_bytes = torch.cuda.memory_allocated()
     model = poros_hf.from_pretrained(str(folder), SETTINGS)
     vocabulary = model.config.vocab_size
     ids = torch.randint(3, vocabulary, (NUM_STEPS, tokens)).tolist()
@@ -86,7 +87,11 @@ def train(folder: Path, tokens: int, work: Path) -> dict[str, float]:
     trainer.train()
     session = find_session(trainer.model)
     assert session is not None
-    figures = {**measured_bytes(), **planned_bytes(streaming, trainer.model, tokens)}
+    figures = {
+        "before_bytes": before_bytes,
+        **measured_bytes(),
+        **planned_bytes(streaming, trainer.model, tokens),
+    }
     session.streamer.close()
     del trainer, model, session, streaming
     clean_up()
