@@ -21,9 +21,10 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 Gradients = dict[str, torch.Tensor]
 
 
-def add_adapters(model: Any) -> Any:
+def add_adapters(model: Any, dropout: float = 0.0) -> Any:
     """Add rank-16 adapters as TRL does: bf16, non-reentrant checkpointing, nothing zero."""
-    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=LINEARS))
+    lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=dropout, target_modules=LINEARS)
+    model = get_peft_model(model, lora)
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)()
     model.enable_input_require_grads()
@@ -43,7 +44,7 @@ def clean_up() -> None:
 
 
 @contextmanager
-def resident_model(checkpoint: Path) -> Iterator[Any]:
+def resident_model(checkpoint: Path, *, dropout: float = 0.0) -> Iterator[Any]:
     """Load the checkpoint with stock transformers and add adapters."""
     device = 0 if torch.cuda.is_available() else "cpu"
     clean_up()
@@ -51,7 +52,7 @@ def resident_model(checkpoint: Path) -> Iterator[Any]:
         checkpoint, dtype=torch.bfloat16, device_map={"": device}
     )
     try:
-        yield add_adapters(model)
+        yield add_adapters(model, dropout)
     finally:
         del model
         clean_up()
@@ -59,11 +60,11 @@ def resident_model(checkpoint: Path) -> Iterator[Any]:
 
 @contextmanager
 def streamed_model(
-    checkpoint: Path, config: PorosConfig, *, poison: bool = True
+    checkpoint: Path, config: PorosConfig, *, poison: bool = True, dropout: float = 0.0
 ) -> Iterator[tuple[Any, Streamer]]:
     """Load the checkpoint for streaming and add adapters; the streamer is closed at the end."""
     clean_up()
-    model = add_adapters(from_pretrained(str(checkpoint), config))
+    model = add_adapters(from_pretrained(str(checkpoint), config), dropout)
     session = find_session(model)
     assert session is not None
     session.trainer_state = object()  # no warning: these tests look for themselves
@@ -84,19 +85,28 @@ def make_batch(model: Any, step: int, seq_len: int = 128) -> torch.Tensor:
     return ids.to(model.device)
 
 
+def one_batch(model: Any, step: int) -> list[torch.Tensor]:
+    """Return the batches of a step: one."""
+    return [make_batch(model, step)]
+
+
 def train(
-    model: Any, num_steps: int, on_step: Callable[[int], None] | None = None
+    model: Any,
+    num_steps: int,
+    on_step: Callable[[int], None] | None = None,
+    batches: Callable[[Any, int], list[torch.Tensor]] = one_batch,
 ) -> list[Gradients]:
     """Take optimizer steps and return every LoRA gradient of each, on the CPU.
 
-    With `on_step` no gradients are kept: it is called behind each step instead.
+    With `on_step` no gradients are kept: it is called behind each step instead. The gradients of
+    all batches of a step are added.
     """
     parameters = dict(trainable(model))
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
     kept = []
     for step in range(num_steps):
-        ids = make_batch(model, step)
-        model(input_ids=ids, labels=ids).loss.backward()
+        for ids in batches(model, step):
+            model(input_ids=ids, labels=ids).loss.backward()
         if on_step is None:
             kept.append({name: value.grad.cpu() for name, value in parameters.items()})
         optimizer.step()
