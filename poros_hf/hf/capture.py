@@ -27,6 +27,7 @@ from poros_hf.hf.decoder import (
     refuse_written,
 )
 from poros_hf.hf.dense import find_dense
+from poros_hf.hf.planning import refuse_small_card
 from poros_hf.hf.replayable import is_replayable
 from poros_hf.hf.session import StreamSession, refuse_fixed_layers
 from poros_hf.layers import BlockHold, swap_class
@@ -63,7 +64,7 @@ class ModelCapture:
     Raises:
         UnsupportedModelError: The decoder cannot be streamed.
         ConfigError: The config does not fit the number of blocks.
-        CapacityError: The store does not fit into RAM.
+        CapacityError: The store does not fit into RAM, or the slots alone are over the budget.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class ModelCapture:
                 specs += tensor_specs(path, shape, weight_format)
                 self._block_of_weight[f"{path}.weight"] = block
         self._plan = plan_stream([total_bytes(specs) for specs in entries.values()], config)
+        refuse_small_card(model, self._config)
         self._dense = find_dense(model)
         entries.update({dense.key: [dense.spec] for dense in self._dense})
         self._store = HostStore(entries, runtime, must_pin=config.host_memory == "pinned")

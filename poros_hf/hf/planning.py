@@ -119,6 +119,30 @@ def final_plan(
     )
 
 
+def refuse_small_card(model: Any, config: PorosConfig) -> None:
+    """Refuse a model whose slots alone are over the budget, before a weight is read.
+
+    Rows and adapter are not known by then; what is counted is the least that any training takes.
+
+    Args:
+        model: On the meta device, or resident in 4 bits.
+        config: How it will be quantised and streamed.
+
+    Raises:
+        CapacityError: The details say which values would fit.
+    """
+    budget = budget_bytes(config, read_device_memory())
+    if budget is not None:
+        fit(
+            PlanJob(
+                shapes=shapes_of_model(model),
+                config=config,
+                workload=Workload(tokens=1, rank=0, trained_weights=0),
+                hardware=Hardware(vram_bytes=budget),
+            )
+        )
+
+
 def budget_bytes(config: PorosConfig, memory: DeviceMemory | None) -> int | None:
     """Return what training may reserve on the device: auto leaves a margin for the desktop.
 

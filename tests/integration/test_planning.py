@@ -240,3 +240,15 @@ def test_plan_of_training_gives_the_gradients_of_any_other(
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(bool(value.any()) for name, value in first.items() if "lora_B" in name)
+
+
+@pytest.mark.usefixtures("no_reading")
+def test_slots_over_the_budget_are_refused_before_a_weight_is_read(
+    load_streamed: Callable[..., Any], tiny_model: Path
+) -> None:
+    config = PorosConfig(vram_budget="10MB")
+    for load in (load_streamed, lambda it: poros_hf.from_pretrained(str(tiny_model), it)):
+        with pytest.raises(CapacityError) as caught:
+            load(config)
+        assert caught.value.slug == "vram-budget"
+        assert caught.value.details["available_bytes"] == 10**7
