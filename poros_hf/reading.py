@@ -233,10 +233,15 @@ class CheckpointReader:
                 self._ahead.extend(pieces)
 
     def __enter__(self) -> Self:
-        for index in range(NUM_THREADS):
-            thread = threading.Thread(target=self._work, name=f"poros-read-{index}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        try:
+            for index in range(NUM_THREADS):
+                name = f"poros-read-{index}"
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # an interrupt: nobody else will end those that have started
+            self.close()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:

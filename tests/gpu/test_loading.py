@@ -61,13 +61,12 @@ def test_streamed_reader_gives_the_bytes_of_the_standard_one(source, request):
 
 
 def test_device_holds_one_weight_at_a_time_while_loading(sixteen_bit_checkpoint):
-    model, entries, peak = load(sixteen_bit_checkpoint, "streamed")
+    model, _, peak = load(sixteen_bit_checkpoint, "streamed")
     find_session(model).streamer.close()
     largest = 2 * 27648 * 5120
-    others = 4 * 4096 * 5120  # embedding and head
-    slot = max(entry.numel() for entry in entries.values())
-    # One 16-bit weight, its packed bytes and its scales; or the one slot once all are read.
-    assert peak <= max(1.6 * largest, slot) + others + 32 * 2**20
+    # One 16-bit weight, its packed bytes and its scales. Embedding and head are on the host, and
+    # slots are made when a block is first asked for.
+    assert largest < peak <= 1.5 * largest + 32 * 2**20
 
 
 def test_large_arena_is_locked_in_the_background_and_released():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +253,26 @@ def test_error_while_reading_leaves_nothing_behind(tmp_path: Path) -> None:
     assert reading_threads() == []
     assert PreTrainedModel.__dict__["_load_pretrained_model"] is hook
     assert not [name for name in open_files() if str(tmp_path) in name]
+
+
+def test_interrupt_reaches_a_load_that_waits_for_the_disk(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "llama")
+    signalled = threading.Event()
+    stock = poros_hf.reading.ShardFile.read_into
+
+    def interrupt(self: Any, buffer: memoryview, offset_bytes: int, num_bytes: int) -> None:
+        time.sleep(0.3)  # until the loading thread waits
+        if not signalled.is_set():
+            signalled.set()
+            signal.raise_signal(signal.SIGINT)  # of the process: its main thread handles it
+        stock(self, buffer, offset_bytes, num_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(poros_hf.reading, "NUM_THREADS", 1)
+        patch.setattr(poros_hf.reading.ShardFile, "read_into", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            load(tmp_path, "streamed")
+    assert reading_threads() == []
 
 
 def open_files() -> Iterator[str]:

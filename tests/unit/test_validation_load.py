@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import time
 from pathlib import Path
@@ -13,8 +14,15 @@ from validation.experiments.streamed_load import run as load_run
 from validation.experiments.streamed_load.disk import cached_bytes, evict, read_rate_gbps
 from validation.experiments.streamed_load.memory import MemorySampler, process_bytes
 from validation.experiments.streamed_load.quantisers import compare, pack, unequal_bytes
-from validation.experiments.streamed_load.run import PLANS, LoadArm, make_checks
+from validation.experiments.streamed_load.run import (
+    PLANS,
+    LoadArm,
+    checkpoint_bytes,
+    make_checkpoint,
+    make_checks,
+)
 from validation.harness import schema
+from validation.harness.aggregate import load_claims
 
 MACHINE = {
     "hardware": "cpu",
@@ -27,7 +35,10 @@ MACHINE = {
 }
 
 
-@pytest.mark.parametrize("name", [name for plan in PLANS.values() for name in plan])
+MORE_ARMS = ["32b-bf16-l57-streamed", "32b-bf16-shm-standard"]
+
+
+@pytest.mark.parametrize("name", [*MORE_ARMS, *(name for plan in PLANS.values() for name in plan)])
 def test_name_of_an_arm_is_its_definition(name):
     assert LoadArm.parse(name).name == name
 
@@ -36,6 +47,37 @@ def test_name_of_an_arm_is_its_definition(name):
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match="is no arm"):
         LoadArm.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("claim_id", "counted"),
+    [
+        ("rss-32b-gb", ["32b-bf16-streamed", "32b-bf16-shm-streamed"]),
+        ("load-gpu-32b-gb", ["32b-bf16-streamed", "32b-bf16-shm-streamed"]),
+        ("load-over-disk-32b", ["32b-bf16-streamed", "32b-bf16-l57-streamed"]),
+        ("rss-72b-gb", ["72b-nf4-shm-streamed"]),
+        ("rss-7b-gb", ["7b-bf16-shm-streamed"]),
+    ],
+)
+def test_claims_count_the_arms_that_the_protocol_names(claim_id, counted):
+    names = [*PLANS["h200"], *MORE_ARMS, "32b-bf16-shm-streamed"]
+    (claim,) = [claim for claim in load_claims() if claim.id == claim_id]
+    found = [name for name in dict.fromkeys(names) if fnmatch.fnmatchcase(name, claim.arm)]
+    assert sorted(found) == sorted(counted)
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [("32b-bf16-streamed", 65.5), ("72b-nf4-shm-streamed", 41.3), ("7b-bf16-shm-streamed", 15.2)],
+)
+def test_size_of_a_checkpoint_is_known_before_it_is_written(name, gigabytes):
+    assert checkpoint_bytes(LoadArm.parse(name)) == pytest.approx(1e9 * gigabytes, rel=0.02)
+
+
+def test_checkpoint_that_has_no_room_is_refused_with_what_to_run_instead(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 60 * 10**9})())
+    with pytest.raises(OSError, match=r"needs 66\.5 GB .* free are 60\.0.*fewer layers"):
+        make_checkpoint(LoadArm.parse("32b-bf16-streamed"), tmp_path)
 
 
 def write_file(folder: Path, num_bytes: int) -> Path:
@@ -106,7 +148,7 @@ def test_differing_bytes_are_counted_by_part():
     ],
 )
 def test_checks_look_at_reader_and_losses(strategy, line, losses, expected):
-    arm = LoadArm(shape="toy", source="nf4", layers=None, strategy=strategy)
+    arm = LoadArm.parse(f"toy-nf4-{strategy}")
     result = {"log": [line], "losses": losses, "store": {"is_pinned": True}}
     checks = make_checks(arm, result, 2)
     assert (checks["as_named"], checks["trained"], checks["pinned"]) == (*expected, True)
@@ -139,7 +181,7 @@ def test_run_that_fails_is_kept(tmp_path, monkeypatch):
     )
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors.index.json").write_text("{}")
-    arm = LoadArm(shape="toy", source="nf4", layers=None, strategy="streamed")
+    arm = LoadArm.parse("toy-nf4-streamed")
     failed = {"status": "error", "error": "it failed", "load": {}, "losses": [], "log": []}
     failed |= {"samples": [], "started": "20260101T000000Z"}
     monkeypatch.setattr(load_run.Bench, "_run_side", lambda self, job: failed)

@@ -4,7 +4,8 @@
 
 Every arm writes two records: one of the protocol streamed-load, about rate and device memory while
 loading, and one of rss, about host memory over load and training. An arm's name says what it is:
-shape, source (bf16 or nf4), decoder layers where not all, strategy.
+shape, source (bf16 or nf4), decoder layers where not all, `shm` where its checkpoint is in memory,
+strategy.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from typing import Any
 import torch
 
 from validation.experiments.parity.run_all import describe_machine
-from validation.experiments.parity.shapes import SHAPES
+from validation.experiments.parity.shapes import SHAPES, qwen_config
 from validation.experiments.streamed_load.disk import evict, is_in_memory, read_rate_gbps
 from validation.experiments.streamed_load.quantisers import SHAPES as WEIGHTS
 from validation.experiments.streamed_load.quantisers import compare
 from validation.experiments.streamed_load.side import Job
 from validation.harness import repository, run, schema
 
-_NAME = re.compile(r"(?P<shape>\w+?)-(?P<source>bf16|nf4)(-l(?P<layers>\d+))?-(?P<strategy>\w+)")
+_NAME = re.compile(
+    r"(?P<shape>\w+)-(?P<source>bf16|nf4)(-l(?P<layers>\d+))?(?P<shm>-shm)?-(?P<strategy>\w+)"
+)
+_SPARE_BYTES = 10**9
 _DISK_BYTES = 6 * 10**9
 _MOST_CACHED = 0.01
 # Ordered so that a checkpoint is used by all its arms and then deleted.
@@ -42,15 +46,13 @@ PLANS: Mapping[str, tuple[str, ...]] = {
     "h200": (
         "32b-bf16-streamed",
         "32b-bf16-standard",
-        "72b-nf4-streamed",
-        "72b-nf4-standard",
-        "7b-bf16-streamed",
-        "32b-bf16-l1-streamed",
+        "72b-nf4-shm-streamed",
+        "72b-nf4-shm-standard",
+        "7b-bf16-shm-streamed",
+        "32b-nf4-l1-shm-streamed",
     ),
     "toy": ("toy-bf16-streamed", "toy-bf16-standard", "toy-nf4-streamed", "toy-nf4-standard"),
 }
-# Too large for the disk beside nothing else, or only for correctness and memory.
-IN_MEMORY = ("72b-nf4", "7b-bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +62,14 @@ class LoadArm:
     Attributes:
         source: What is on the disk: bf16 is quantised while it is loaded, nf4 is read as it is.
         layers: Decoder layers; None is all of the shape.
+        in_memory: The checkpoint is in /dev/shm, which is no disk.
         strategy: `nf4_load_strategy`.
     """
 
     shape: str
     source: str
     layers: int | None
+    in_memory: bool
     strategy: str
 
     @classmethod
@@ -77,19 +81,21 @@ class LoadArm:
         """
         match = _NAME.fullmatch(name)
         if match is None or match["shape"] not in SHAPES:
-            raise ValueError(f"{name!r} is no arm: SHAPE-SOURCE[-lLAYERS]-STRATEGY")
+            raise ValueError(f"{name!r} is no arm: SHAPE-SOURCE[-lLAYERS][-shm]-STRATEGY")
         layers = int(match["layers"]) if match["layers"] else None
         return cls(
             shape=match["shape"],
             source=match["source"],
             layers=layers,
+            in_memory=match["shm"] is not None,
             strategy=match["strategy"],
         )
 
     @property
     def checkpoint(self) -> str:
         """Name of the checkpoint, which arms share."""
-        return f"{self.shape}-{self.source}" + (f"-l{self.layers}" if self.layers else "")
+        layers = f"-l{self.layers}" if self.layers else ""
+        return f"{self.shape}-{self.source}{layers}{'-shm' if self.in_memory else ''}"
 
     @property
     def name(self) -> str:
@@ -233,8 +239,32 @@ def describe_checkpoint(model: Path, arm: LoadArm) -> dict[str, str]:
     return {"id": identity, "sha256": hashlib.sha256(index).hexdigest()}
 
 
+def checkpoint_bytes(arm: LoadArm) -> int:
+    """Return about what an arm's checkpoint takes: two bytes a weight, or half of one and scales.
+
+    Embedding and head have two in either.
+    """
+    config = qwen_config(arm.shape, arm.layers)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    keys = hidden // config.num_attention_heads * config.num_key_value_heads
+    layer = 2 * hidden * hidden + 2 * hidden * keys + 3 * hidden * inner
+    per_weight = 2.0 if arm.source == "bf16" else 0.52
+    decoder = config.num_hidden_layers * layer * per_weight
+    return int(decoder + 4 * config.vocab_size * hidden)
+
+
 def make_checkpoint(arm: LoadArm, folder: Path) -> Path:
-    """Write an arm's checkpoint from a process of its own."""
+    """Write an arm's checkpoint from a process of its own.
+
+    Raises:
+        OSError: There is no room for it.
+    """
+    needed, free = checkpoint_bytes(arm) + _SPARE_BYTES, shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            f"{arm.checkpoint} needs {needed / 1e9:.1f} GB in {folder}, free are {free / 1e9:.1f}: "
+            "name an arm with fewer layers for the rate, and one with -shm for memory"
+        )
     out = folder / "model"
     command = [sys.executable, "-m", "validation.experiments.parity.make_checkpoint"]
     command += ["--shape", arm.shape, "--out", str(out)]
@@ -251,7 +281,7 @@ def run_arms(names: Sequence[str], bench: Bench, work: str | None) -> Iterator[s
     arms = [LoadArm.parse(name) for name in names]
     for checkpoint in dict.fromkeys(arm.checkpoint for arm in arms):
         own = [arm for arm in arms if arm.checkpoint == checkpoint]
-        parent = "/dev/shm" if checkpoint in IN_MEMORY and work is None else work
+        parent = "/dev/shm" if own[0].in_memory else work
         folder = Path(tempfile.mkdtemp(prefix="load-", dir=parent))
         try:
             model = make_checkpoint(own[0], folder)
