@@ -287,3 +287,47 @@ def test_views_are_aligned_like_the_allocator_would():
     with streamer.hold(1) as views:
         assert [(view.data_ptr() - base) % 256 for view in views.values()] == [0, 0]
         assert views["w.absmax"].dtype is torch.float32
+
+
+def test_hold_of_a_borrowed_block_copies_nothing_and_waits_for_nothing():
+    runtime = CpuRuntime(keep_trace=True)
+    streamer = make_streamer([1, 1, 1], num_slots=1, runtime=runtime)
+    with streamer.hold(2) as other:
+        before = list(runtime.trace)
+        with streamer.borrow(0), streamer.hold(0) as views:
+            # The slot holds another block, whose bytes are read at the same places.
+            assert {n: v.data_ptr() for n, v in views.items()} == {
+                n: v.data_ptr() for n, v in other.items()
+            }
+            assert holds_block(views, block_tensors(2, 1))
+        assert runtime.trace == before
+
+
+def test_borrowed_block_is_fetched_again_afterwards():
+    streamer = make_streamer([1, 1, 1], num_slots=1)
+    with streamer.hold(2), pytest.raises(KeyError), streamer.borrow(0):
+        raise KeyError
+    with streamer.hold(0) as views:
+        assert holds_block(views, block_tensors(0, 1))
+
+
+def test_slot_of_a_block_follows_the_plan():
+    streamer = make_streamer([1] * 5, num_slots=2, num_resident=1)
+    assert streamer.plan.resident == (2,)
+    assert [streamer.slot_of(block) for block in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_those_who_asked_are_told_before_slots_leave():
+    streamer = make_streamer([1, 1, 1], num_slots=2)
+    told: list[int] = []
+    streamer.on_slots_leaving(lambda: told.append(streamer.slot_bytes))
+    before = streamer.slot_bytes
+    streamer.replan(streamer.plan)  # the same one: nothing leaves
+    assert told == []
+    plan = type(streamer.plan)(block_bytes=streamer.plan.block_bytes, resident=(), num_slots=3)
+    streamer.replan(plan)
+    assert told == [before]
+    streamer.close()
+    assert told == [before, 3 * before // 2]
+    streamer.close()
+    assert len(told) == 2
