@@ -55,6 +55,7 @@ def claimed(folder: Path, *, may_hold_files: bool) -> Iterator[None]:
 def _lock(folder: Path) -> Iterator[None]:
     path = lock_file(folder)
     lock = FileLock(path, timeout=0)
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -78,6 +79,8 @@ def _lock(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()  # the run was refused before it wrote
         path.unlink(missing_ok=True)
         lock.release()
 

@@ -28,6 +28,15 @@ def test_claimed_makes_the_folder_and_may_be_repeated(tmp_path: Path) -> None:
             assert (tmp_path / "a" / "b").is_dir()
 
 
+def test_claimed_takes_back_a_folder_that_it_made_and_nobody_wrote_to(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    for name in ("old", "new", "used"):
+        with claimed(tmp_path / name, may_hold_files=False):
+            if name == "used":
+                (tmp_path / name / "file").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "used"]
+
+
 def test_claimed_refuses_a_folder_with_files_and_leaves_them(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("kept")
     with pytest.raises(ConfigError) as caught, claimed(tmp_path, may_hold_files=False):
