@@ -23,7 +23,8 @@ class Pace:
         step_s: Seconds of a step, the mean of all others; None before the second.
         tokens_per_s: Tokens without padding, from the first line with a loss to the last.
         eta_s: Seconds of training that are left; evaluation and saving come on top.
-        peak_bytes: Most device memory that was allocated since the process began; 0 without GPU.
+        peak_bytes: Most device memory that the process has held, caches and the pools of replayed
+            layers included, which the counter of allocated bytes does not see; 0 without GPU.
     """
 
     first_step_s: float | None
@@ -71,7 +72,7 @@ class PaceCallback(TrainerCallback):  # type: ignore[misc] # transformers is not
             step_s=step_s,
             tokens_per_s=(last[0] - first[0]) / seconds if seconds else None,
             eta_s=step_s * self._steps_left if step_s else None,
-            peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+            peak_bytes=torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0,
         )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
