@@ -80,15 +80,19 @@ def knob_changes(plan: Plan) -> list[KnobChange]:
     return [_change(replace(job, blocks=None), *wish) for wish in wishes if wish[1] != wish[2]]
 
 
+def least_bytes(job: Job) -> int:
+    """Return the least device memory with which a job runs, whatever its budget is."""
+    return cheapest(replace(job, hardware=replace(job.hardware, vram_bytes=None))).needed_bytes
+
+
 def _change(job: Job, name: str, before: int, after: int) -> KnobChange:
     changed = with_value(job, name, after)
-    floor = cheapest(replace(changed, hardware=replace(job.hardware, vram_bytes=None)))
     plan = _fit_or_none(changed)
     return KnobChange(
         name=name,
         before=before,
         after=after,
-        needed_bytes=floor.needed_bytes,
+        needed_bytes=least_bytes(changed),
         moved_bytes=None if plan is None else plan.moved_bytes,
         least_ms=None if plan is None else plan.least_ms,
     )

@@ -17,6 +17,7 @@ from poros_hf.survey import (
     describe,
     fit_cards,
     knob_changes,
+    least_bytes,
 )
 from poros_hf.units import GB, GIB, format_bytes, parse_bytes
 
@@ -170,10 +171,13 @@ def _print_knobs(plan: Plan, knobs: list[KnobChange]) -> None:
     from rich.console import Console
 
     table = _table(
-        "What each setting would change", "setting", "least VRAM", "moved a step", "step"
+        "What each setting would change",
+        *("setting", "least VRAM", "moved a step"),
+        "copies a step" if plan.step_ms is None else "step",
     )
-    floor = plan.needed_bytes - sum(plan.stream.slot_bytes[plan.stream.num_slots :])
-    table.add_row("as it is", format_bytes(floor), _gb(plan.moved_bytes), _ms(plan.least_ms))
+    table.add_row(
+        "as it is", format_bytes(least_bytes(plan.job)), _gb(plan.moved_bytes), _ms(plan.least_ms)
+    )
     for knob in knobs:
         table.add_row(
             f"{knob.name} {knob.before} -> {knob.after}",

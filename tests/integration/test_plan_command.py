@@ -57,6 +57,14 @@ def test_plan_says_what_each_setting_would_change(qwen_32b: Path, capsys: Any) -
     assert halved["needed_bytes"] < doubled["max_length"]["needed_bytes"]
 
 
+def test_plan_as_it_is_takes_less_than_with_anything_doubled(qwen_32b: Path, capsys: Any) -> None:
+    assert main(["plan", "-m", str(qwen_32b), *CARD]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("as it is"))
+    least = [float(line.split("GiB")[0].split()[-1]) for line in lines[first : first + 4]]
+    assert least[0] == min(least)
+
+
 def test_plan_as_text_has_the_categories_and_tables(qwen_32b: Path, capsys: Any) -> None:
     assert main(["plan", "-m", str(qwen_32b), *CARD]) == 0
     text = capsys.readouterr().out
