@@ -18,6 +18,8 @@ from poros_hf.replay import LayerPass
 
 # Arguments whose first dimension is the batch, or 1 for all rows.
 _HAVE_ROWS = frozenset({"attention_mask", "position_ids", "position_embeddings"})
+# Positions in several axes, as images have, have the axes in front of the batch.
+_NUM_DIMS = {"position_ids": 2, "position_embeddings": 3}
 
 
 def split_arguments(arguments: Arguments, num_rows: int, chunk: slice) -> Arguments:
@@ -33,7 +35,7 @@ def split_arguments(arguments: Arguments, num_rows: int, chunk: slice) -> Argume
     """
     tensors = []
     for name, tensor in zip(arguments.names, arguments.tensors, strict=True):
-        if name not in _HAVE_ROWS or tensor.dim() == 0 or tensor.shape[0] not in (1, num_rows):
+        if not _has_rows(name, tensor, num_rows):
             raise UnsupportedModelError(
                 "micro-batch-argument",
                 f"a layer is called with {name!r} of shape {tuple(tensor.shape)}, which cannot be "
@@ -43,6 +45,16 @@ def split_arguments(arguments: Arguments, num_rows: int, chunk: slice) -> Argume
             )
         tensors.append(tensor if tensor.shape[0] == 1 else tensor[chunk])
     return arguments.replaced(tensors)
+
+
+def _has_rows(name: str, tensor: torch.Tensor, num_rows: int) -> bool:
+    num_dims = tensor.dim()
+    return (
+        name in _HAVE_ROWS
+        and num_dims == _NUM_DIMS.get(name, num_dims)
+        and num_dims > 0
+        and tensor.shape[0] in (1, num_rows)
+    )
 
 
 def chunks(num_rows: int, micro_batch_size: int) -> Iterator[slice]:

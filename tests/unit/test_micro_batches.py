@@ -80,8 +80,10 @@ def test_what_is_no_tensor_is_passed_on() -> None:
         ("something", torch.rand(ROWS, TOKENS)),
         ("attention_mask", torch.rand(ROWS + 1, TOKENS)),
         ("attention_mask", torch.tensor(1.0)),
+        ("position_ids", torch.zeros(ROWS, ROWS, TOKENS, dtype=torch.long)),
+        ("position_embeddings", torch.zeros(ROWS, ROWS, TOKENS, 8)),
     ],
-    ids=["packed", "unknown", "other-rows", "scalar"],
+    ids=["packed", "unknown", "other-rows", "scalar", "axes", "tables-of-axes"],
 )
 def test_argument_that_cannot_be_split_is_refused_by_name(name: str, value: torch.Tensor) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
