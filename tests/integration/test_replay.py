@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from poros_hf import PorosConfig, PorosStreaming
 from poros_hf.errors import ConfigError, UnsupportedModelError
 from poros_hf.hf.session import find_session
 from poros_hf.replay import LayerReplayer
+from tests.families import MORE_FAMILIES
 from tests.integration.stock import IDS, load_stock
-from tests.tiny import write_tiny_model
+from tests.tiny import FAMILIES, write_tiny_model
 
 NUM_LAYERS = 13
 UNEVEN = [{"input_ids": [1 + (7 * i + j) % 200 for j in range(4 + 3 * (i % 5))]} for i in range(24)]
@@ -460,6 +461,34 @@ def test_micro_batches_of_a_family_that_is_not_replayed_are_refused(tmp_path: Pa
         )
     assert caught.value.slug == "micro-batch-layer"
     assert caught.value.details["names"] == ["GPT2Block"]
+
+
+FIXED = {"gpt2", "gpt_neox", "gemma4", "gemma4-shared-kv", "lfm2", "minicpm3", "qwen3_5"}
+
+
+@pytest.mark.parametrize("family", sorted((FAMILIES.keys() | MORE_FAMILIES.keys()) - FIXED))
+def test_rows_of_every_replayed_family_can_be_split(family: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, family)
+    base = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=PorosConfig(), dtype="bfloat16"
+    )
+    session = find_session(base)
+    assert session is not None
+    model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    session.trainer_state = object()  # no warning: this test looks for itself
+    ids = torch.arange(1, 37).view(3, 12)
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = 0
+    losses = []
+    for size in ("auto", 2):
+        session.set_micro_batch_size(size)
+        loss = model.train()(input_ids=ids, attention_mask=mask, labels=ids).loss
+        loss.backward()
+        losses.append(float(loss))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert len(session.replayer._shapes) == 3  # three rows, two, and the one left
 
 
 def test_settings_of_micro_batches_go_through_a_file(tmp_path: Path) -> None:
