@@ -40,6 +40,7 @@ from poros_hf.hf.run_inputs import load_tokenizer, location_of, prepare
 from poros_hf.hf.session import explained_training
 from poros_hf.hf.weight_files import check_local_files
 from poros_hf.hub import Repository
+from poros_hf.planner import block_size
 from poros_hf.shapes import Hardware
 from poros_hf.units import MIB, format_bytes
 
@@ -151,8 +152,8 @@ def describe(run: CheckedRun) -> str:
         f" (95 of 100), cut at {training.max_length}; {int(learned.sum())} tokens are learned\n"
         f"  training  {steps} of {_rows_per_step(training)} rows on {training.world_size} x"
         f" {training.device.type}, learning rate {training.learning_rate:g}{start}\n"
-        f"  base      {run.plan.job.shapes.num_layers} layers in {stream.num_blocks} blocks,"
-        f" streamed through {stream.num_slots} slots, {len(stream.resident)} blocks resident:"
+        f"  base      {run.plan.job.shapes.num_layers} layers in {stream.num_blocks} blocks of"
+        f" {block_size(job.streaming)}, streamed through {stream.num_slots} slots, {len(stream.resident)} blocks resident:"
         f" {format_bytes(run.plan.needed_bytes)} of device memory,"
         f" {format_bytes(run.plan.host_bytes)} of host memory\n"
         f"  adapter   LoRA of rank {lora.r}, alpha {lora.lora_alpha}, on {lora.target_modules}:"
