@@ -282,6 +282,17 @@ def private_pool_bytes() -> int:
     )
 
 
+def idle_pool_bytes() -> int:
+    """Return what lies in such pools and is not allocated: nothing else can have it."""
+    if not torch.cuda.is_available():
+        return 0
+    return sum(
+        int(segment["total_size"]) - int(segment["allocated_size"])
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+
+
 def query_smi(what: str, fields: Sequence[str]) -> list[list[str]]:
     """Ask nvidia-smi; returns the fields of each line, and nothing where it cannot answer.
 

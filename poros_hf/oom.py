@@ -11,6 +11,7 @@ import torch
 
 from poros_hf.environment import (
     DeviceMemory,
+    idle_pool_bytes,
     other_gpu_processes,
     read_device_memory,
     read_host_memory,
@@ -171,8 +172,11 @@ def _tried_bytes(reason: str) -> int | None:
 
 
 def _free_bytes(memory: DeviceMemory) -> int:
-    """Return what the allocator could still take, what it holds and does not use included."""
-    return max(0, memory.available_bytes - memory.allocated_bytes)
+    """Return what the allocator could still take, what it holds and does not use included.
+
+    What it holds for records of layers is theirs alone.
+    """
+    return max(0, memory.available_bytes - memory.allocated_bytes - idle_pool_bytes())
 
 
 def _held(situation: Situation, memory: DeviceMemory | None) -> dict[str, int]:

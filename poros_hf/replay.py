@@ -215,6 +215,7 @@ class LayerReplayer:
         self._memories: dict[Any, KindMemory] = {}
         self._shapes: OrderedDict[Any, _Shape] = OrderedDict()
         self._shape_in_memory: _Shape | None = None
+        self._has_reserved = False
         streamer.on_slots_leaving(self.clear)
 
     def begin(
@@ -297,6 +298,8 @@ class LayerReplayer:
         if self._shapes:
             self.runtime.drain()
         self._shapes.clear()
+        self.runtime.release_records()
+        self._has_reserved = False
         self._shape_in_memory = None
         self.static.forget()
 
@@ -351,8 +354,9 @@ class LayerReplayer:
 
     def _make(self, layer_pass: LayerPass, shape: _Shape) -> Record:
         start = time.perf_counter()
-        if not self.num_records:
+        if not self._has_reserved:
             self.streamer.reserve_tiles()
+            self._has_reserved = True
         work = _LayerWork(layer_pass, shape)
         layer_pass._load(shape, shape.x)
         with self.runtime.rng_at(self.runtime.rng_state()):  # also where it fails

@@ -167,6 +167,10 @@ class Runtime(ABC):
         """
 
     @abstractmethod
+    def release_records(self) -> None:
+        """Give the memory of records back; all of them are gone, and so is scratch memory."""
+
+    @abstractmethod
     def allocate_scratch(self, num_bytes: int) -> torch.Tensor:
         """Return device memory that records use as well, uint8 [num_bytes].
 
@@ -245,7 +249,7 @@ class CudaRuntime(Runtime):
         # The default stream cannot be recorded.
         self._record_stream = torch.cuda.Stream(self.device)
         self._record_pool = _RecordPool(torch.cuda.graph_pool_handle())
-        self._pool_anchor: Replay | None = None
+        self._pool_anchor: torch.cuda.CUDAGraph | None = None
         self._scratch = []
         self._free_pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._open_copies: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -373,6 +377,20 @@ class CudaRuntime(Runtime):
 
     def record_work(self, work: Callable[[], None]) -> Replay:
         """See `Runtime.record_work`; the record is a CUDA graph."""
+        self._anchor_pool()
+        return self._capture(work)
+
+    def _anchor_pool(self) -> None:
+        """Keep the pool of the records, which would go for good with its last graph."""
+        if self._pool_anchor is None:
+            flag = torch.zeros(1, device=self.device)
+
+            def work() -> None:
+                flag.zero_()
+
+            self._pool_anchor = self._capture(work)
+
+    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         stream = self.current_stream()
         self._record_stream.wait_stream(stream)
@@ -392,25 +410,22 @@ class CudaRuntime(Runtime):
         stream.wait_stream(self._record_stream)
         return graph
 
+    def release_records(self) -> None:
+        """See `Runtime.release_records`."""
+        self._pool_anchor = None
+        self._record_pool = _RecordPool(torch.cuda.graph_pool_handle())
+
     def allocate_scratch(self, num_bytes: int) -> torch.Tensor:
         """See `Runtime.allocate_scratch`; from the memory pool of the records."""
-        if self._pool_anchor is None:
-            # A pool lives as long as a graph does that was captured in it.
-            flag = torch.zeros(1, device=self.device)
-
-            def work() -> None:
-                flag.zero_()
-
-            self._pool_anchor = self.record_work(work)
+        self._anchor_pool()
         pool = cast("torch.cuda.MemPool", self._record_pool)
         # Memory is the stream's that it was allocated for: that of the records, or no record would
-        # ever use what was given back here.
-        with (
-            torch.cuda.stream(self._record_stream),
-            torch.cuda.use_mem_pool(pool, self.device),
-            torch.inference_mode(False),
-        ):
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        # ever use what was given back here. A storage, because `torch.empty` fills memory under
+        # deterministic algorithms, on that stream, and nobody waits for it.
+        with torch.cuda.stream(self._record_stream), torch.cuda.use_mem_pool(pool, self.device):
+            storage = torch.UntypedStorage(num_bytes, device=self.device)
+        with torch.inference_mode(False):
+            memory = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         self._scratch.append(StorageWeakRef(memory.untyped_storage()))
         return memory
 
@@ -614,6 +629,9 @@ class CpuRuntime(Runtime):
     def bounce_from(self, buffer: torch.Tensor) -> CopyRates | None:
         """Do nothing: there is no link that a page lock would speed up."""
         return None
+
+    def release_records(self) -> None:
+        """Do nothing: a record here is a function."""
 
     def allocate_scratch(self, num_bytes: int) -> torch.Tensor:
         """See `Runtime.allocate_scratch`."""

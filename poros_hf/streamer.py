@@ -204,14 +204,19 @@ class Streamer:
             matrix.end_sweeps()
         self.runtime.refuse_kept_scratch()
 
+    @property
+    def tile_bytes(self) -> int:
+        """Size of a tile of the head as TRL reads it; 0 where the device keeps the head."""
+        if self._head is None or self._head.is_resident:
+            return 0
+        rows = min(HEAD_TILE_ROWS, self._head.num_rows)
+        return self._head.spec.num_bytes // self._head.num_rows * rows
+
     def reserve_tiles(self) -> None:
         """Make the memory of two tiles of the head before any record takes memory beside it."""
-        if self._head is None or self._head.is_resident:
-            return
-        rows = min(HEAD_TILE_ROWS, self._head.num_rows)
-        size = self._head.spec.num_bytes // self._head.num_rows * rows
-        both = [self.runtime.allocate_scratch(size) for _ in range(2)]
-        both.clear()
+        if self.tile_bytes:
+            both = [self.runtime.allocate_scratch(self.tile_bytes) for _ in range(2)]
+            both.clear()
 
     def slot_of(self, block: int) -> int:
         """Return the slot that `block` always uses, under the plan in force."""

@@ -215,11 +215,15 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
             self._adapters.after_step(was_skipped=skipped)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the step and what it moved; after the first one, correct the plan if need be."""
+        """Count the step and what it moved; after the second one, correct the plan if need be.
+
+        The first one makes records and the optimizer's state, and is like no other.
+        """
         self._restore_filter()
         if state.global_step == self._first_step + 1:
-            self._correct_plan()
             self._require_session().streamer.runtime.trim()
+        if state.global_step == self._first_step + 2:
+            self._correct_plan()
         self._step = state.global_step
         if self._is_stepping:
             moved = self._require_session().streamer.moved_bytes - self._moved_at_step_begin
@@ -267,19 +271,21 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
                 logger.warning("%s was not written: %s", CONFIG_FILE, error)
 
     def _correct_plan(self) -> None:
-        """Give up resident blocks if the first step took more memory than was foreseen."""
+        """Give up resident blocks if a step took more memory than was foreseen."""
         memory = read_device_memory()
         if self._plan is None or memory is None:
             return
         if memory.peak_allocated_bytes <= self._peak_before:
             return  # the most was taken before training: it says nothing of a step
-        peak = memory.peak_allocated_bytes + private_pool_bytes()
+        # Tiles of the head are allocated, and lie in a pool: they count once.
+        tiles = 2 * self._require_session().streamer.tile_bytes
+        pools = private_pool_bytes()
+        peak = memory.peak_allocated_bytes + pools - min(tiles, pools)
         stream = without_excess(self._plan, peak)
         if stream is None:
             return
         logger.warning(
-            "the first step took %s of device memory, %s were foreseen: resident blocks go from "
-            "%d to %d",
+            "a step took %s of device memory, %s were foreseen: resident blocks go from %d to %d",
             format_bytes(peak),
             format_bytes(self._plan.device.total),
             len(self._plan.stream.resident),

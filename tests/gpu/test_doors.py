@@ -71,7 +71,8 @@ def test_device_memory_falls_as_the_callback_moves_a_resident_model(
         for level, following, size in zip(levels[:-1], levels[1:], sizes[:-1], strict=True):
             assert level - following >= size  # the scales of the weight go with it
         report = callback.report
-        assert before - after == pytest.approx(report.store_bytes - report.slot_bytes, rel=0.05)
+        # Slots are made when a block is first asked for.
+        assert before - after == pytest.approx(report.store_bytes, rel=0.05)
         trained = adapter_after_training(trainer)
         assert callback.report.moved_bytes > 0
         assert trained.keys() == expected.keys()

@@ -186,7 +186,7 @@ def test_training_is_refused_when_the_budget_is_too_small(
     assert caught.value.slug == "vram-budget"
 
 
-def test_first_step_corrects_a_plan_that_was_too_large(
+def test_second_step_corrects_a_plan_that_was_too_large(
     load_streamed: Callable[..., Any],
     make_trainer: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -208,7 +208,7 @@ def test_first_step_corrects_a_plan_that_was_too_large(
     assert "resident blocks go from 13 to 0" in caplog.text
     assert streaming.report.num_resident_blocks == 0
     assert streaming.report.moved_bytes > 0
-    assert readings == [0, 1]  # when training begins, and behind the first step
+    assert readings == [0, 1]  # when training begins, and behind the second step
 
 
 def test_peak_of_loading_corrects_nothing(
