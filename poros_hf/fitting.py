@@ -267,6 +267,14 @@ def without_excess(plan: Plan, peak_bytes: int) -> StreamPlan | None:
 
 
 # Rungs of the ladder: what may be lowered when memory runs out, in the order that costs least.
+_WORKLOAD_FIELDS = {
+    "per_device_train_batch_size": "rows",
+    "max_length": "tokens",
+    "r": "rank",
+    "activation_offloading": "offloads_activations",
+}
+
+
 def values_that_fit(job: Job, budget: int) -> dict[str, int]:
     """Return, for each setting alone, the largest smaller value with which the job fits.
 
@@ -280,6 +288,7 @@ def values_that_fit(job: Job, budget: int) -> dict[str, int]:
         "per_device_train_batch_size": range(job.workload.rows - 1, 0, -1),
         "max_length": range((job.workload.tokens - 1) // 64 * 64, 0, -64),
         "r": _halves(job.workload.rank),
+        "activation_offloading": _offloading(job),
     }
     found = {}
     for name, values in rungs.items():
@@ -293,7 +302,7 @@ def with_value(job: Job, name: str, value: int) -> Job:
     """Return the job with one setting, by its name in YAML, changed."""
     if name in ("block_size", "num_slots", "resident_blocks", "micro_batch_size"):
         return replace(job, config=replace(job.config, **{name: value}))  # type: ignore[arg-type]
-    field = {"per_device_train_batch_size": "rows", "max_length": "tokens", "r": "rank"}[name]
+    field = _WORKLOAD_FIELDS[name]
     return replace(job, workload=job.workload.of(**{field: value}))
 
 
@@ -307,6 +316,11 @@ def _first_that_fits(job: Job, name: str, values: Sequence[int], budget: int) ->
         else:
             low = middle + 1
     return values[low] if low < len(values) else None
+
+
+def _offloading(job: Job) -> Sequence[int]:
+    """Return the switch that moves boundaries to the host, where it does something."""
+    return (True,) if job.uses_graphs and not job.workload.offloads_activations else ()
 
 
 def _halves(value: int) -> list[int]:

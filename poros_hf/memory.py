@@ -25,6 +25,8 @@ from poros_hf.units import MIB
 # `trl/kernels/chunked_logprob.py` (tokens a tile).
 HEAD_TILE_ROWS = 32768
 HEAD_TILE_TOKENS = 4096
+# Source: TRL 1.16, `trl/models/activation_offloading.py`, tensors that are on their way at a time.
+OFFLOAD_STASH = 5
 _ITEM_BYTES = 2
 _FLOAT_BYTES = 4
 
@@ -115,7 +117,7 @@ def estimate(
     }
     are_kept = workload.accumulation > 1
     early = gradients if are_kept else gradients // shapes.num_layers
-    boundaries = one_boundary * shapes.num_layers
+    boundaries = one_boundary * _num_boundaries(shapes, workload, placement)
     recompute = 0 if placement.uses_graphs else layer
     if not workload.is_checkpointed:
         boundaries += round(terms.layer * kept) * (shapes.num_layers - 1)
@@ -133,6 +135,16 @@ def estimate(
         {**common, "boundaries": one_boundary, "recompute": recompute, "gradients": gradients},
     ]
     return DeviceBytes(**base, **max(phases, key=lambda phase: sum(phase.values())))
+
+
+def _num_boundaries(shapes: ModelShapes, workload: Workload, placement: Placement) -> int:
+    """Return the inputs of layers that are on the device at a time.
+
+    The stock checkpoint keeps them where hooks for saved tensors do not see them.
+    """
+    if workload.offloads_activations and placement.uses_graphs:
+        return min(shapes.num_layers, OFFLOAD_STASH + 1)
+    return shapes.num_layers
 
 
 def layer_bytes(shapes: ModelShapes, workload: Workload) -> tuple[int, int]:

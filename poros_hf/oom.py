@@ -223,6 +223,7 @@ _LADDER = {
     "per_device_train_batch_size": "fewer rows at a time; raise gradient_accumulation_steps",
     "max_length": "shorter rows",
     "r": "a smaller adapter",
+    "activation_offloading": "what is kept between layers lies in host memory",
 }
 
 

@@ -132,6 +132,8 @@ class Workload:
         trained_item_bytes: Bytes of one; TRL trains adapters of 4-bit models in bfloat16.
         optimizer: Name in TrainingArguments.
         is_checkpointed: Gradient checkpointing: one layer's activations are there at a time.
+        offloads_activations: What is kept between layers goes to host memory and comes back
+            (`activation_offloading` of SFTConfig).
     """
 
     rows: int = 1
@@ -144,6 +146,7 @@ class Workload:
     trained_item_bytes: int = 2
     optimizer: str = "adamw_torch_fused"
     is_checkpointed: bool = True
+    offloads_activations: bool = False
 
     @property
     def batch_tokens(self) -> int:

@@ -67,6 +67,7 @@ def workload_of(arguments: Any, lora: Any) -> Workload:
         targets="all-linear" if is_all else tuple(sorted(targets)),
         optimizer=str(getattr(arguments.optim, "value", arguments.optim)),
         is_checkpointed=bool(arguments.gradient_checkpointing),
+        offloads_activations=bool(getattr(arguments, "activation_offloading", False)),
     )
 
 
@@ -107,6 +108,7 @@ def final_plan(
         trained_item_bytes=max(weight.element_size() for weight in trained),
         optimizer=str(getattr(arguments.optim, "value", arguments.optim)),
         is_checkpointed=bool(arguments.gradient_checkpointing),
+        offloads_activations=bool(getattr(arguments, "activation_offloading", False)),
     )
     return fit(
         PlanJob(

@@ -101,11 +101,21 @@ def test_values_that_fit_do_and_the_next_ones_do_not(vram: float) -> None:
     for name, value in found.items():
         assert cheapest(with_value(wish, name, value)).needed_bytes <= vram * GIB
     above = {"block_size": 2, "r": 2, "max_length": 1, "per_device_train_batch_size": 1}
+    found.pop("activation_offloading", None)  # a switch: nothing lies above it
     for name, value in found.items():
         following = (
             value * 2 if above.get(name) == 2 else value + (64 if name == "max_length" else 1)
         )
         assert cheapest(with_value(wish, name, following)).needed_bytes > vram * GIB
+
+
+def test_boundaries_on_the_host_are_offered_where_they_are_replayed():
+    shapes = replace(STREAMED, can_replay=True)
+    wish = replace(job(shapes=shapes), workload=Workload(tokens=16384))
+    budget = cheapest(with_value(wish, "activation_offloading", True)).needed_bytes
+    assert budget < cheapest(wish).needed_bytes
+    assert values_that_fit(wish, budget)["activation_offloading"] is True
+    assert "activation_offloading" not in values_that_fit(replace(wish, shapes=STREAMED), budget)
 
 
 def test_fewer_rows_through_a_layer_are_offered_where_it_is_replayed():

@@ -123,6 +123,16 @@ def test_tiles_of_the_head_lie_in_the_memory_of_records():
     assert device.graphs >= 2 * 32768 * 5120 * 2
 
 
+def test_boundaries_go_to_the_host_where_layers_are_replayed():
+    placed = replace(PLACED, uses_graphs=True)
+    long = Workload(tokens=8192, rank=1)
+    offloaded = replace(long, offloads_activations=True)
+    one = 2 * long.batch_tokens * QWEN_32B.hidden_size
+    assert estimate(QWEN_32B, long, placed).boundaries == QWEN_32B.num_layers * one
+    assert estimate(QWEN_32B, offloaded, placed).boundaries == 6 * one
+    assert estimate(QWEN_32B, offloaded, PLACED).boundaries == QWEN_32B.num_layers * one
+
+
 def test_terms_scale_their_own_category():
     plain = MemoryTerms(layer=1.0, head=1.0, graphs=1.0, workspace_bytes=0)
     double = replace(plain, layer=2.0)
