@@ -39,7 +39,7 @@ quality: $(READY)  ## lint, formatting, types, import contracts, spelling
 	$(PYTHON) -c "import sys; from codespell_lib import main; sys.exit(main())"
 
 test: quality docs  ## quality, then the tests that need no GPU: what CI runs
-	$(PYTHON) -m pytest
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n auto --dist loadfile
 
 coverage: $(READY)  ## the same tests, and the lines that none of them reaches
 	$(PYTHON) -m pytest --cov --cov-report=term-missing:skip-covered
