@@ -20,13 +20,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from poros_hf.bounce import BUFFER_BYTES, NUM_BUFFERS, BounceRing, CopyRates, measure_gbps
 from poros_hf.errors import HostSetupError, StreamStateError
+from poros_hf.recording import GraphRecorder, give_back_cached
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,10 @@ class Runtime(ABC):
 
     @abstractmethod
     def release_records(self) -> None:
-        """Give the memory of records back; all of them are gone, and so is scratch memory."""
+        """Give the memory of records back; all of them are gone, and so is scratch memory.
+
+        Streams: blocks the host, once.
+        """
 
     @abstractmethod
     def allocate_scratch(self, num_bytes: int) -> torch.Tensor:
@@ -246,10 +250,7 @@ class CudaRuntime(Runtime):
         self.device = torch.empty(0, device=device).device  # with its index
         # Copies must not queue behind kernels, so they have a stream of their own.
         self._copy_stream = torch.cuda.Stream(self.device)
-        # The default stream cannot be recorded.
-        self._record_stream = torch.cuda.Stream(self.device)
-        self._record_pool = _RecordPool(torch.cuda.graph_pool_handle())
-        self._pool_anchor: torch.cuda.CUDAGraph | None = None
+        self._recorder = GraphRecorder(self.device, torch.cuda.Stream(self.device))
         self._scratch = []
         self._free_pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._open_copies: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -377,53 +378,15 @@ class CudaRuntime(Runtime):
 
     def record_work(self, work: Callable[[], None]) -> Replay:
         """See `Runtime.record_work`; the record is a CUDA graph."""
-        self._anchor_pool()
-        return self._capture(work)
-
-    def _anchor_pool(self) -> None:
-        """Keep the pool of the records, which would go for good with its last graph."""
-        if self._pool_anchor is None:
-            flag = torch.zeros(1, device=self.device)
-
-            def work() -> None:
-                flag.zero_()
-
-            self._pool_anchor = self._capture(work)
-
-    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        stream = self.current_stream()
-        self._record_stream.wait_stream(stream)
-        with torch.cuda.stream(self._record_stream):
-            # Other threads may allocate or wait meanwhile, as DataLoader's pinning thread does.
-            graph.capture_begin(pool=self._record_pool.id, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # says only that the capture is broken
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        # cuBLAS keeps a workspace for every stream it has seen, and would keep this one in the
-        # records' memory for good.
-        torch._C._cuda_clearCublasWorkspaces()
-        stream.wait_stream(self._record_stream)
-        return graph
+        return self._recorder.record(work)
 
     def release_records(self) -> None:
         """See `Runtime.release_records`."""
-        self._pool_anchor = None
-        self._record_pool = _RecordPool(torch.cuda.graph_pool_handle())
+        self._recorder.release()
 
     def allocate_scratch(self, num_bytes: int) -> torch.Tensor:
         """See `Runtime.allocate_scratch`; from the memory pool of the records."""
-        self._anchor_pool()
-        pool = cast("torch.cuda.MemPool", self._record_pool)
-        # Memory is the stream's that it was allocated for: that of the records, or no record would
-        # ever use what was given back here. A storage, because `torch.empty` fills memory under
-        # deterministic algorithms, on that stream, and nobody waits for it.
-        with torch.cuda.stream(self._record_stream), torch.cuda.use_mem_pool(pool, self.device):
-            storage = torch.UntypedStorage(num_bytes, device=self.device)
+        storage = self._recorder.allocate(num_bytes)
         with torch.inference_mode(False):
             memory = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         self._scratch.append(StorageWeakRef(memory.untyped_storage()))
@@ -455,8 +418,7 @@ class CudaRuntime(Runtime):
 
     def trim(self) -> None:
         """See `Runtime.trim`."""
-        with torch.cuda.device(self.device):
-            torch.cuda.empty_cache()
+        give_back_cached(self.device)
 
     def drain(self) -> None:
         """Wait for everything on the device, and for what is still to be enqueued."""
@@ -487,13 +449,6 @@ class CudaRuntime(Runtime):
             total_ms += pair[0].elapsed_time(pair[1])
             self._free_pairs.append(pair)
         return total_ms
-
-
-@dataclass(frozen=True, slots=True)
-class _RecordPool:
-    """The memory pool of the records: all that `torch.cuda.use_mem_pool` looks at is its id."""
-
-    id: Any
 
 
 class _DeviceBytes:
