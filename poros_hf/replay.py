@@ -291,20 +291,36 @@ class LayerReplayer:
                 shape.uses_rng.pop(memory, None)
 
     def clear(self) -> None:
-        """Drop every record; they are made anew where they are needed.
+        """Drop every record and what they worked on; all is made anew where it is needed.
 
         Streams: blocks the host until the device is idle: it may be replaying one.
         """
         if self._shapes:
             self.runtime.drain()
         self._shapes.clear()
-        self.runtime.release_records()
-        self._has_reserved = False
         self._shape_in_memory = None
-        self.static.forget()
+        self._has_reserved = False
+        self.static.release()
+        self.runtime.release_records()
 
     def find(self, layer_pass: LayerPass, hidden: torch.Tensor) -> tuple[_Shape, Record]:
-        """Return the record for a pass whose block is held, making it if there is none."""
+        """Return the record for a pass whose block is held, making it if there is none.
+
+        What other records hold is nothing that a pass depends on: where memory is short they go.
+        """
+        try:
+            return self._find(layer_pass, hidden)
+        except torch.OutOfMemoryError:
+            if not self._has_records:
+                raise
+        self.clear()
+        return self._find(layer_pass, hidden)
+
+    @property
+    def _has_records(self) -> bool:
+        return any(shape.records for shape in self._shapes.values())
+
+    def _find(self, layer_pass: LayerPass, hidden: torch.Tensor) -> tuple[_Shape, Record]:
         shape = self._shape_for(layer_pass, hidden)
         key = (self.streamer.slot_of(layer_pass.replayed.block), layer_pass.memory)
         record = shape.records.get(key)
@@ -338,8 +354,9 @@ class LayerReplayer:
         shape = self._shapes.get(key)
         if shape is None:
             like = [hidden, hidden, *layer_pass.arguments.tensors]
-            if self.static.reserve(bytes_of(like)):
+            if bytes_of(like) > self.static.num_bytes:
                 self.clear()
+                self.static.reserve(bytes_of(like))
             x, y, *constants = self.static.lay(like)
             shape = self._shapes[key] = _Shape(x, y, constants)
             if len(self._shapes) > _MAX_SHAPES:
@@ -362,6 +379,8 @@ class LayerReplayer:
         with self.runtime.rng_at(self.runtime.rng_state()):  # also where it fails
             if layer_pass.memory not in shape.uses_rng:
                 shape.uses_rng[layer_pass.memory] = self._try(work)
+                if not self._has_records:
+                    self.runtime.trim()  # the pool of the records now takes what the trial took
             record = Record(
                 layer_pass.kind,
                 self.runtime.record_work(work.forward),

@@ -32,14 +32,16 @@ class StaticMemory:
         """Size now."""
         return self._memory.numel()
 
-    def reserve(self, num_bytes: int) -> bool:
-        """Grow to `num_bytes` if need be; return whether the memory has moved."""
-        if num_bytes <= self.num_bytes:
-            return False
-        self._memory = self._runtime.allocate(0)  # given back before the larger one is taken
-        self._memory = self._runtime.allocate(num_bytes)
+    def reserve(self, num_bytes: int) -> None:
+        """Grow to `num_bytes` if need be, at another address: tensors from `lay` must be gone."""
+        if num_bytes > self.num_bytes:
+            self.release()  # before the larger one is taken
+            self._memory = self._runtime.allocate(num_bytes)
+
+    def release(self) -> None:
+        """Give the memory back, with the last tensor from `lay`."""
+        self._memory = self._runtime.allocate(0)
         self._filled = {}
-        return True
 
     def lay(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return tensors of the types, shapes and strides of `like`, one behind the other."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import poros_hf.replay
@@ -446,6 +447,87 @@ def test_running_out_of_memory_while_recording_is_not_a_reason_to_fall_back(
     assert SlotState.IN_USE not in pair.streamer.slot_states()
     assert train_both(pair, make_hidden())
     assert pair.replayer.num_records == 4
+
+
+def run_out_once(patch: pytest.MonkeyPatch) -> None:
+    """Let the next thing that is recorded run out of memory."""
+    record = CpuRuntime.record_work
+
+    def run_out(runtime: CpuRuntime, work: Any) -> Any:
+        patch.setattr(CpuRuntime, "record_work", record)
+        raise torch.OutOfMemoryError("CUDA out of memory. planted")
+
+    patch.setattr(CpuRuntime, "record_work", run_out)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_other_records_make_room_where_memory_is_short(
+    dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(dropout=dropout)
+    assert train_both(pair, make_hidden(tokens=9))
+    former = [weakref.ref(shape) for shape in pair.replayer._shapes.values()]
+    run_out_once(monkeypatch)
+    assert train_both(pair, make_hidden(tokens=5))
+    assert [shape() for shape in former] == [None]
+    assert [key[0][1] for key in pair.replayer._shapes] == [5]
+    assert train_both(pair, make_hidden(tokens=9))
+
+
+def test_records_are_gone_before_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their graphs hold it, wherever else they are referred to."""
+    pair = make_pair()
+    train_both(pair, make_hidden(tokens=9))
+    (shape,) = pair.replayer._shapes.values()
+    alive = [weakref.ref(record) for record in shape.records.values()]
+    memory = StorageWeakRef(shape.x.untyped_storage())
+    del shape
+    left: list[Any] = []
+
+    def note(runtime: CpuRuntime) -> None:
+        left.extend([*(record() for record in alive), memory.expired()])
+
+    monkeypatch.setattr(CpuRuntime, "release_records", note)
+    run_out_once(monkeypatch)
+    assert train_both(pair, make_hidden(tokens=5))
+    assert left[:3] == [None, None, True]
+
+
+def test_larger_shape_finds_the_memory_of_the_smaller_ones_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = make_pair()
+    train_both(pair, make_hidden(tokens=4))
+    held = [weakref.ref(shape.x) for shape in pair.replayer._shapes.values()]
+    left = []
+    reserve = pair.replayer.static.reserve
+
+    def note(num_bytes: int) -> None:
+        left.append([it() for it in held])
+        reserve(num_bytes)
+
+    monkeypatch.setattr(pair.replayer.static, "reserve", note)
+    assert train_both(pair, make_hidden(tokens=16))
+    assert left == [[None]]
+
+
+def test_what_the_trial_took_is_given_back_before_the_first_record_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = make_pair()
+    trims: list[int] = []
+    monkeypatch.setattr(CpuRuntime, "trim", lambda _: trims.append(pair.replayer.num_records))
+    for tokens in (9, 5, 7):
+        assert train_both(pair, make_hidden(tokens=tokens))
+    assert trims == [0]
+
+
+def test_closing_gives_back_what_the_records_worked_on() -> None:
+    pair = make_pair()
+    train_both(pair, make_hidden())
+    assert pair.replayer.static.num_bytes > 0
+    pair.streamer.close()
+    assert pair.replayer.static.num_bytes == 0
 
 
 def test_layer_whose_output_has_another_type_is_not_recorded(

@@ -65,12 +65,24 @@ def test_same_addresses_are_laid_for_the_same_shapes() -> None:
 
 def test_memory_grows_to_the_largest_shape_and_stays_there() -> None:
     memory = StaticMemory(CpuRuntime())
-    assert memory.reserve(512)
-    assert not memory.reserve(512)
-    assert not memory.reserve(100)
-    assert memory.num_bytes == 512
-    assert memory.reserve(1024)
-    assert memory.num_bytes == 1024
+    for num_bytes, expected in ((512, 512), (100, 512), (1024, 1024)):
+        memory.reserve(num_bytes)
+        assert memory.num_bytes == expected
+
+
+def test_memory_is_given_back_before_a_larger_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = CpuRuntime()
+    memory = StaticMemory(runtime)
+    memory.reserve(512)
+    seen = []
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        seen.append((num_bytes, memory._memory.numel()))
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(runtime, "allocate", allocate)
+    memory.reserve(1024)
+    assert seen == [(0, 512), (1024, 0)]
 
 
 def test_fill_is_skipped_for_a_tensor_that_is_there_already() -> None:
