@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 
 from poros_hf import config as config_module
 from poros_hf.config import CONFIG_FILE, SCHEMA_VERSION, PorosConfig
@@ -31,6 +31,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StubHub]:
 
 def point_at(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(hf_api.api, "endpoint", address)  # of the functions of the module
     monkeypatch.setattr(
         constants,
         "HUGGINGFACE_CO_URL_TEMPLATE",
