@@ -131,10 +131,15 @@ class HostMatrix:
         return rows.view(self.spec.dtype).view(*ids.shape, self.spec.shape[1])
 
     def keep_resident(self, wish: bool) -> None:
-        """Keep the whole matrix on the device from now on, or give its memory back."""
+        """Keep the whole matrix on the device from now on, or give its memory back.
+
+        Streams: blocks the host until the matrix is there: later readers may be on any stream.
+        """
         with self._lock:
             if wish and self._resident is None:
-                self._resident = self.whole()
+                resident = self.whole()
+                self._runtime.drain()
+                self._resident = resident
             elif not wish:
                 self._resident = None
 

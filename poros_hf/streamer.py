@@ -188,8 +188,8 @@ class Streamer:
         For recording kernels and replaying them: what runs inside is bound to the slot of `block`,
         whichever of its blocks the slot holds, and the caller holds that one.
         """
-        self._borrowed = block
         try:
+            self._borrowed = block
             yield
         finally:
             self._borrowed = None
@@ -254,6 +254,7 @@ class Streamer:
         Streams: blocks the host until the device is idle, if there was.
         """
         with self._lock:
+            self._borrowed = None
             for matrix in self.matrices.values():
                 matrix.end_sweeps()
             if SlotState.IN_USE not in self._slots.states():

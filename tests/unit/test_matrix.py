@@ -166,6 +166,16 @@ def test_resident_matrix_moves_nothing_more():
     assert matrix.moved_bytes == before + values.nbytes
 
 
+def test_resident_matrix_is_there_for_readers_on_every_stream(monkeypatch):
+    """They do not wait for its copy: only the stream that asked for it has."""
+    matrix, values = make_matrix()
+    states = []
+    monkeypatch.setattr(matrix._runtime, "drain", lambda: states.append(matrix.is_resident))
+    matrix.keep_resident(True)
+    assert states == [False]
+    assert torch.equal(matrix.whole(), values)
+
+
 def test_tile_that_does_not_fit_is_named(monkeypatch):
     matrix, values = make_matrix()
 

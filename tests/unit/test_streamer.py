@@ -303,6 +303,19 @@ def test_hold_of_a_borrowed_block_copies_nothing_and_waits_for_nothing():
         assert runtime.trace == before
 
 
+def test_recovery_ends_a_loan_that_was_interrupted():
+    streamer = make_streamer([1, 2, 3], num_slots=1)
+    with streamer.hold(0) as views:
+        expected = views["w.packed"].clone()
+    loan = streamer.borrow(0)
+    loan.__enter__()
+    streamer.recover()
+    with streamer.hold(1):
+        pass
+    with streamer.hold(0) as views:
+        assert torch.equal(views["w.packed"], expected)
+
+
 def test_borrowed_block_is_fetched_again_afterwards():
     streamer = make_streamer([1, 1, 1], num_slots=1)
     with streamer.hold(2), pytest.raises(KeyError), streamer.borrow(0):
