@@ -275,6 +275,9 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
         memory = read_device_memory()
         if self._plan is None or memory is None:
             return
+        budget = self._plan.job.hardware.vram_bytes
+        if budget is not None and memory.reserved_bytes <= budget:
+            return  # what was cached went behind the first step, and the second one has fitted
         if memory.peak_allocated_bytes <= self._peak_before:
             return  # the most was taken before training: it says nothing of a step
         # Tiles of the head are allocated, and lie in a pool: they count once.
@@ -291,7 +294,9 @@ class PorosStreaming(TrainerCallback):  # type: ignore[misc] # transformers is n
             len(self._plan.stream.resident),
             len(stream.resident),
         )
-        self._require_session().streamer.replan(stream)
+        streamer = self._require_session().streamer
+        streamer.replan(stream)
+        streamer.runtime.trim()  # what the blocks lay in
 
     def _write_config(self, folder: Path) -> None:
         """Write the config that rebuilds this base; none describes FP4, which others have made."""

@@ -22,6 +22,7 @@ from poros_hf.errors import CapacityError, UnsupportedModelError
 from poros_hf.hf import planning
 from poros_hf.hf.model_shapes import shapes_from_config, shapes_of_model
 from poros_hf.hf.session import find_session
+from poros_hf.runtime import CpuRuntime
 from poros_hf.shapes import Hardware, Workload
 from poros_hf.units import GIB, MIB
 from tests.tiny import FAMILIES, NUM_LAYERS, tiny_config
@@ -198,17 +199,38 @@ def test_second_step_corrects_a_plan_that_was_too_large(
 
     def read() -> DeviceMemory:
         readings.append(len(readings))
-        return memory(peak_allocated_bytes=10**12 if len(readings) > 1 else 10**6)
+        is_over = len(readings) > 1
+        return memory(
+            peak_allocated_bytes=10**12 if is_over else 10**6,
+            reserved_bytes=10**12 if is_over else 10**6,
+        )
 
     monkeypatch.setattr(callback, "read_device_memory", read)
     streaming = PorosStreaming(PorosConfig(vram_budget="10GB"))
-    trainer = make_trainer(load_streamed(), callbacks=[streaming], rows=ROWS)
+    model = load_streamed()
+    streamer, trims = find_session(model).streamer, []
+    monkeypatch.setattr(CpuRuntime, "trim", lambda _: trims.append(len(streamer.plan.resident)))
+    trainer = make_trainer(model, callbacks=[streaming], rows=ROWS)
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert "resident blocks go from 13 to 0" in caplog.text
     assert streaming.report.num_resident_blocks == 0
     assert streaming.report.moved_bytes > 0
     assert readings == [0, 1]  # when training begins, and behind the second step
+    assert 0 in trims  # what the blocks lay in goes back to the card
+
+
+def test_step_that_fitted_corrects_nothing(
+    load_streamed: Callable[..., Any], make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial and its record are in the highest peak both, though never there at once."""
+    from poros_hf.hf import callback
+
+    readings = iter([memory(peak_allocated_bytes=10**6), memory(peak_allocated_bytes=10**12)])
+    monkeypatch.setattr(callback, "read_device_memory", lambda: next(readings))
+    streaming = plan_of_training(make_trainer, load_streamed(), vram_budget="10GB")
+    assert streaming.report.num_resident_blocks == NUM_LAYERS
+    assert next(readings, None) is None
 
 
 def test_peak_of_loading_corrects_nothing(
@@ -216,7 +238,7 @@ def test_peak_of_loading_corrects_nothing(
 ) -> None:
     from poros_hf.hf import callback
 
-    loaded = memory(peak_allocated_bytes=10**12)
+    loaded = memory(peak_allocated_bytes=10**12, reserved_bytes=10**12)
     monkeypatch.setattr(callback, "read_device_memory", lambda: loaded)
     streaming = plan_of_training(make_trainer, load_streamed(), vram_budget="10GB")
     assert streaming.report.num_resident_blocks == NUM_LAYERS
