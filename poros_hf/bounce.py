@@ -73,11 +73,13 @@ class BounceRing:
     def wait_for(self, event: object) -> None:
         """Block the host until `event` has been recorded, if a submitted copy is to record it.
 
-        Raises what the copy has raised.
+        Raises what the copy has raised, each time that it is waited for.
         """
-        copy = self._submitted.pop(id(event), None)
+        copy = self._submitted.get(id(event))
         if copy is not None:
             copy.result()
+            # Forgotten last: nobody may read what an interrupted wait did not wait for.
+            self._submitted.pop(id(event), None)
 
     def drain(self) -> None:
         """Block the host until everything that was submitted has been enqueued."""

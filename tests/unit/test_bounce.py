@@ -99,8 +99,29 @@ def test_error_of_a_copy_reaches_who_waits_for_it():
         raise RuntimeError("the copy failed")
 
     ring.submit(event, fail)
-    with pytest.raises(RuntimeError, match="the copy failed"):
+    for _ in range(2):  # it has not come about for those who ask again either
+        with pytest.raises(RuntimeError, match="the copy failed"):
+            ring.wait_for(event)
+    ring.submit(event, lambda: None)
+    ring.wait_for(event)
+
+
+def test_interrupted_wait_is_not_taken_for_one_that_has_ended(monkeypatch):
+    ring, _ = make_ring()
+    may_run, event, order = threading.Event(), object(), []
+    ring.submit(event, lambda: order.append(may_run.wait(30.0)))
+    copy = ring._submitted[id(event)]
+
+    def interrupt(timeout: float | None = None) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copy, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
         ring.wait_for(event)
+    may_run.set()
+    ring.wait_for(event)
+    assert order == [True]
 
 
 def test_drain_waits_for_all_of_them():
