@@ -23,7 +23,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 _MAX_SHAPES = 32
 LayerForward = Callable[..., torch.Tensor]
 Flat = dict[torch.dtype, torch.Tensor]
+_T = TypeVar("_T")
 
 
 class KindMemory:
@@ -252,8 +253,21 @@ class LayerReplayer:
         args, kwargs = arguments.rebuild(arguments.tensors)
         rng = self.runtime.rng_state()
         with self.streamer.hold(replayed.block), torch.no_grad(), self.runtime.rng_at(rng):
-            replayed.run(layer, hidden, *args, **kwargs)
+            self._with_room(lambda: replayed.run(layer, hidden, *args, **kwargs))
         replayed.has_run = True
+
+    def _with_room(self, run: Callable[[], _T]) -> _T:
+        """Run what records do without, and once more without them if memory runs out.
+
+        Nothing depends on a record: it is made anew.
+        """
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            if not any(shape.records for shape in self._shapes.values()):
+                raise
+        self.clear()  # behind `except`, whose traceback keeps records
+        return run()
 
     def _refresh(self, layer: nn.Module, replayed: ReplayedLayer) -> None:
         """Note of which kind the layer is now."""
@@ -304,21 +318,8 @@ class LayerReplayer:
         self.runtime.release_records()
 
     def find(self, layer_pass: LayerPass, hidden: torch.Tensor) -> tuple[_Shape, Record]:
-        """Return the record for a pass whose block is held, making it if there is none.
-
-        What other records hold is nothing that a pass depends on: where memory is short they go.
-        """
-        try:
-            return self._find(layer_pass, hidden)
-        except torch.OutOfMemoryError:
-            if not self._has_records:
-                raise
-        self.clear()
-        return self._find(layer_pass, hidden)
-
-    @property
-    def _has_records(self) -> bool:
-        return any(shape.records for shape in self._shapes.values())
+        """Return the record for a pass whose block is held, making it if there is none."""
+        return self._with_room(lambda: self._find(layer_pass, hidden))
 
     def _find(self, layer_pass: LayerPass, hidden: torch.Tensor) -> tuple[_Shape, Record]:
         shape = self._shape_for(layer_pass, hidden)
@@ -379,7 +380,7 @@ class LayerReplayer:
         with self.runtime.rng_at(self.runtime.rng_state()):  # also where it fails
             if layer_pass.memory not in shape.uses_rng:
                 shape.uses_rng[layer_pass.memory] = self._try(work)
-                if not self._has_records:
+                if not any(other.records for other in self._shapes.values()):
                     self.runtime.trim()  # the pool of the records now takes what the trial took
             record = Record(
                 layer_pass.kind,

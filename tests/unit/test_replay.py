@@ -22,6 +22,7 @@ from poros_hf.slots import SlotState
 from tests.unit.replayed_layers import (
     WIDTH,
     Layer,
+    Pair,
     are_equal,
     call,
     forward,
@@ -472,6 +473,25 @@ def test_other_records_make_room_where_memory_is_short(
     assert [shape() for shape in former] == [None]
     assert [key[0][1] for key in pair.replayer._shapes] == [5]
     assert train_both(pair, make_hidden(tokens=9))
+
+
+def test_records_make_room_for_the_first_run_of_another_layer() -> None:
+    pair = make_pair()
+    first = Pair(pair.stock[:1], pair.streamed[:1], pair.streamer, pair.replayer)
+    assert train_both(first, make_hidden())
+    replayed = pair.streamed[1]._poros_hold.replayed
+    run, left = replayed.run, []
+
+    def run_out(*args: Any, **kwargs: Any) -> Any:
+        replayed.run = run
+        left.append(len(pair.replayer._shapes))
+        raise torch.OutOfMemoryError("CUDA out of memory. planted")
+
+    replayed.run = run_out
+    for layer in (*pair.stock, *pair.streamed):
+        layer.zero_grad()
+    assert train_both(pair, make_hidden(seed=1))
+    assert left == [1]
 
 
 def test_records_are_gone_before_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
