@@ -25,7 +25,7 @@ class StaticMemory:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._memory = runtime.allocate(0)
-        self._filled: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._filled: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -56,14 +56,17 @@ class StaticMemory:
     def fill(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy `source` to `target`, a tensor from `lay`, unless it is there already.
 
-        All layers of a pass are given the same masks and position tables.
+        All layers of a pass are given the same masks and position tables. One that was made in
+        inference mode, as while samples were generated, does not tell whether it has changed.
         """
         place = target.data_ptr()
+        version = None if source.is_inference() else source._version
         before = self._filled.get(place)
-        if before is not None and before[0]() is source and before[1] == source._version:
+        is_known = before is not None and before[0]() is source and before[1] == version
+        if is_known and version is not None:
             return
         _unrepeated(target).copy_(_unrepeated(source))
-        self._filled[place] = (weakref.ref(source), source._version)
+        self._filled[place] = (weakref.ref(source), version)
 
     def forget(self) -> None:
         """Forget what was copied: the memory is used for another shape, or the pass is over."""

@@ -255,6 +255,15 @@ def test_mask_of_every_batch_is_used() -> None:
     assert train_both(pair, make_hidden(), attention_mask=masks[1])
 
 
+def test_mask_that_was_made_in_inference_mode_is_used() -> None:
+    pair = make_pair()
+    assert train_both(pair, make_hidden(), attention_mask=torch.randn(2, 5, WIDTH))
+    with torch.inference_mode():
+        mask = torch.randn(2, 5, WIDTH)
+    assert train_both(pair, make_hidden(), attention_mask=mask)
+    assert pair.replayer.num_records == 4
+
+
 def test_adapters_that_an_optimizer_has_changed_are_used() -> None:
     pair = make_pair()
     for step in range(3):
@@ -431,6 +440,25 @@ def test_failure_in_the_middle_of_a_layer_leaves_its_tensors_and_random_numbers_
     assert train_both(pair, make_hidden())
     assert [dict(layer.up._parameters) for layer in pair.streamed] == own
     assert pair.streamer._borrowed is None
+
+
+def test_interrupt_while_recording_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = make_pair(dropout=0.3)
+    own = [dict(layer.up._parameters) for layer in pair.streamed]
+
+    def interrupt(runtime: CpuRuntime, work: Any) -> Any:
+        work()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuRuntime, "record_work", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            forward(pair.streamed, make_hidden())
+    assert pair.streamer._borrowed is None
+    assert SlotState.IN_USE not in pair.streamer.slot_states()
+    assert [dict(layer.up._parameters) for layer in pair.streamed] == own
+    assert train_both(pair, make_hidden())
+    assert pair.replayer.num_records == 4
 
 
 def test_running_out_of_memory_while_recording_is_not_a_reason_to_fall_back(

@@ -112,6 +112,17 @@ def test_fill_is_not_skipped_when_the_tensor_has_changed_through_a_view() -> Non
     assert torch.equal(target, source)
 
 
+def test_fill_is_never_skipped_for_a_tensor_of_inference_mode() -> None:
+    with torch.inference_mode():
+        source = torch.randn(4)
+    memory, (target,) = make_memory(torch.empty(4))
+    memory.fill(target, source)
+    with torch.inference_mode():
+        source.mul_(2.0)
+    memory.fill(target, source)
+    assert torch.equal(target, source)
+
+
 def test_fill_is_not_skipped_for_another_tensor() -> None:
     memory, (target,) = make_memory(torch.empty(4))
     for _ in range(20):  # a new tensor often has the address of the one before
