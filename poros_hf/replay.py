@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 # A shape costs some 20 ms to record and next to no memory; rows of every length have hundreds.
 _MAX_SHAPES = 32
+# A graph takes about a MiB that the allocator does not know of. Two are a record; a resident block
+# has one of its own for each shape.
+_MAX_RECORDS = 256
 LayerForward = Callable[..., torch.Tensor]
 Flat = dict[torch.dtype, torch.Tensor]
 _T = TypeVar("_T")
@@ -216,6 +219,7 @@ class LayerReplayer:
         self._memories: dict[Any, KindMemory] = {}
         self._shapes: OrderedDict[Any, _Shape] = OrderedDict()
         self._shape_in_memory: _Shape | None = None
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._has_reserved = False
         streamer.on_slots_leaving(self.clear)
 
@@ -244,7 +248,26 @@ class LayerReplayer:
             arguments=arguments,
             mode=NumericMode.current(self.runtime.device),
         )
+        if not self._is_worth_recording(layer_pass, hidden):
+            return None
         return layer_pass if self._is_recorded(layer_pass, hidden) else None
+
+    def _is_worth_recording(self, layer_pass: LayerPass, hidden: torch.Tensor) -> bool:
+        """Tell whether a record will pay for itself.
+
+        Making one takes about as long as it saves in a step. That of a slot serves many layers at
+        once; that of a resident block serves one, and is made when its shape comes again.
+        """
+        block = layer_pass.replayed.block
+        if self.micro_batch_size is not None or not self.streamer.is_resident(block):
+            return True
+        key = (block, layer_pass.shape_key(hidden))
+        if key in self._seen:
+            return True
+        self._seen[key] = None
+        if len(self._seen) > _MAX_SHAPES * self.streamer.plan.num_blocks:
+            self._seen.popitem(last=False)
+        return False
 
     def _run_once(
         self, layer: nn.Module, replayed: ReplayedLayer, hidden: torch.Tensor, arguments: Arguments
@@ -327,7 +350,17 @@ class LayerReplayer:
         record = shape.records.get(key)
         if record is None:
             record = shape.records[key] = self._make(layer_pass, shape)
+            while self._num_kept > _MAX_RECORDS and len(self._shapes) > 1:
+                self._drop_oldest_shape()
         return shape, record
+
+    @property
+    def _num_kept(self) -> int:
+        return sum(len(shape.records) for shape in self._shapes.values())
+
+    def _drop_oldest_shape(self) -> None:
+        self.runtime.drain()  # the device may be replaying what is dropped
+        self._shapes.popitem(last=False)
 
     def _is_recorded(self, layer_pass: LayerPass, hidden: torch.Tensor) -> bool:
         """Make the record if there is none, and tell whether there is one now."""
@@ -361,8 +394,7 @@ class LayerReplayer:
             x, y, *constants = self.static.lay(like)
             shape = self._shapes[key] = _Shape(x, y, constants)
             if len(self._shapes) > _MAX_SHAPES:
-                self.runtime.drain()
-                self._shapes.popitem(last=False)
+                self._drop_oldest_shape()
         else:
             self._shapes.move_to_end(key)
         if shape is not self._shape_in_memory:
@@ -380,7 +412,7 @@ class LayerReplayer:
         with self.runtime.rng_at(self.runtime.rng_state()):  # also where it fails
             if layer_pass.memory not in shape.uses_rng:
                 shape.uses_rng[layer_pass.memory] = self._try(work)
-                if not any(other.records for other in self._shapes.values()):
+                if not self._num_kept:
                     self.runtime.trim()  # the pool of the records now takes what the trial took
             record = Record(
                 layer_pass.kind,

@@ -222,6 +222,10 @@ class Streamer:
         """Return the slot that `block` always uses, under the plan in force."""
         return self._slot_of[block]
 
+    def is_resident(self, block: int) -> bool:
+        """Tell whether `block` has a slot of its own, under the plan in force."""
+        return block not in self._position
+
     def on_slots_leaving(self, call: Callable[[], None]) -> None:
         """Have `call` called before slots are given back: their addresses are void from then on."""
         self._before_slots_leave.append(call)

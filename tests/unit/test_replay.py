@@ -203,7 +203,16 @@ def test_new_plan_drops_all_records_and_later_passes_are_equal() -> None:
     assert not pair.replayer._shapes
     assert train_both(pair, make_hidden(seed=1))
     (shape,) = pair.replayer._shapes.values()
-    assert {slot for slot, _ in shape.records} == {0, 1}
+    assert {slot for slot, _ in shape.records} == {0}
+
+
+def test_resident_block_is_recorded_when_its_shape_comes_again() -> None:
+    pair = make_pair()
+    pair.streamer.replan(new_plan(pair, num_slots=1))
+    for tokens in (5, 6, 5):
+        assert train_both(pair, make_hidden(tokens=tokens))
+    recorded = [{slot for slot, _ in shape.records} for shape in pair.replayer._shapes.values()]
+    assert sorted(recorded, key=len) == [{0}, {0, 1}]
 
 
 def test_new_plan_between_forward_and_backward_is_equal() -> None:
@@ -662,3 +671,12 @@ def test_replayer_and_layers_are_freed_together() -> None:
     del pair
     gc.collect()
     assert [reference() for reference in dead] == [None] * 3
+
+
+def test_number_of_records_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poros_hf.replay, "_MAX_RECORDS", 4)
+    pair = make_pair()
+    for tokens in (9, 8, 7):
+        assert train_both(pair, make_hidden(tokens=tokens))
+        assert pair.replayer._num_kept <= 4
+    assert train_both(pair, make_hidden(tokens=9))
