@@ -7,6 +7,8 @@ SHELL := bash
 TORCH ?= torch==2.13.0
 VENV := .venv
 OUTPUTS := outputs
+# Seconds that `make test-gpu` may take.
+BUDGET_S ?= 420
 # Threads that wait for work must not spin: on few cores they take the time of those that work.
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -47,8 +49,8 @@ coverage: $(READY)  ## the same tests, and the lines that none of them reaches
 test-full: $(READY)  ## as test, with the whole product of the parity matrix
 	$(PYTHON) -m pytest -m "not gpu"
 
-test-gpu: $(READY)  ## the tests that need a GPU, the result kept as an artifact; no GPU, no pass
-	$(PYTHON) -m validation.experiments.gpu_suite.run
+test-gpu: $(READY)  ## the tests that need a GPU, as an artifact; SELECT=part of them; no GPU, no pass
+	$(PYTHON) -m validation.experiments.gpu_suite.run --budget-s $(BUDGET_S) $(SELECT:%=--select %)
 
 demo: $(READY)  ## fine-tune SmolLM2, streamed and resident, and compare
 	@$(PYTHON) recipes/demo.py --output $(OUTPUTS)/demo

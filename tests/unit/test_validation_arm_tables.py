@@ -45,6 +45,21 @@ def test_arm_whose_newest_run_was_out_of_memory_says_so() -> None:
     assert lines[2] == "| `toy-a` | out of memory |  | 2 |"
 
 
+def test_arm_that_was_stopped_too_early_says_so_only_where_there_is_nothing_else() -> None:
+    stopped = run_of("toy-a", (9.0,), "2", status="cancelled", error="told to stop")
+    lines, _ = arms.make_rows(TABLE, [stopped])
+    assert lines[2] == "| `toy-a` | stopped |  | 1 |"
+    lines, _ = arms.make_rows(TABLE, [run_of("toy-a", (1.0,)), stopped])
+    assert lines[2] == "| `toy-a` | 1 | - | 2 |"
+
+
+def test_arm_that_was_stopped_with_enough_steps_is_a_row_as_any_other() -> None:
+    checks = {"enough_steps": True}
+    stopped = run_of("toy-a", (9.0,), status="cancelled", error="told to stop", checks=checks)
+    lines, _ = arms.make_rows(TABLE, [stopped])
+    assert lines[2] == "| `toy-a` | 9 | - | 1 |"
+
+
 def test_field_is_scaled() -> None:
     run = run_of("toy-a", (), samples=[{"step": 1, "peak_bytes": 3.5e9}])
     assert arms.value_of(run, TABLE.columns[1]) == 3.5

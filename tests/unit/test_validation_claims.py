@@ -165,6 +165,33 @@ def test_claim_has_no_value_when_a_run_of_its_arms_failed(site):
     assert len(notes) == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "value", "reason"),
+    [
+        ({"checks": {"sound": True, "enough_steps": True}}, 4.0, ""),
+        ({"checks": {"sound": True, "enough_steps": False}}, 2.0, ""),
+        ({"checks": {"sound": True}}, 2.0, ""),
+        ({"samples": [{"step": 1, "other": 1}], "checks": {"enough_steps": True}}, 2.0, ""),
+        ({"status": "error", "checks": {"enough_steps": True}}, None, "failed"),
+        ({"status": "oom"}, None, "failed"),
+    ],
+    ids=["enough", "too few", "no such rule", "without the field", "error", "out of memory"],
+)
+def test_run_that_was_stopped_counts_with_enough_steps_and_voids_nothing(
+    site, fields, value, reason
+):
+    commit = repository.read_state(site)["commit"]
+    fields = {"status": "cancelled", "error": "told to stop", **fields}
+    stopped = make_record(values=(6.0, 6.0), git={"commit": commit, "dirty": False}, **fields)
+    run.write(stopped, site / "validation" / "artifacts")
+    artifacts, _ = aggregate.sort_out(run.read_all(site / "validation" / "artifacts"), site)
+    assert len(artifacts) == 2, "whatever it showed, it is a row of its table"
+    (claim,) = aggregate.load_claims(site / "validation" / "claims.toml")
+    outcome = aggregate.evaluate(claim, artifacts, site)
+    assert (outcome.value and outcome.value["value"]) == value
+    assert reason in outcome.reason
+
+
 def test_claim_leaves_out_runs_of_older_code(site):
     older = repository.read_state(site)["commit"]
     newer = commit_all(site, "the code that the claim is about")

@@ -20,7 +20,8 @@ from validation.experiments.parity.recipe import (
     read_arm,
 )
 from validation.experiments.parity.shard import write_shard
-from validation.harness import run, schema
+from validation.harness import classify, run, schema
+from validation.harness.call import Call
 
 ARM = Arm(
     name="toy-streamed-s2-b1",
@@ -141,6 +142,28 @@ def test_a_stopped_side_gives_a_cancelled_record(sides):
     assert not compare.is_equal(record)
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_side_that_was_stopped_leaves_the_steps_until_then(sides, differs):
+    result = json.loads((sides[1] / RESULT).read_text())
+    stopped = {key: result[key] for key in ("side", "command")} | {"samples": result["samples"][:1]}
+    stopped |= {"status": "cancelled", "error": "told to stop"}
+    if differs:
+        shutil.copy(gradient_file(sides[1], 2), gradient_file(sides[1], 1))
+    pair = (compare.read_side(sides[0]), stopped)
+    record = compare.compare_sides(ARM, sides, pair, MACHINE)
+    assert schema.problems(record) == []
+    assert record["status"] == ("error" if differs else "cancelled")
+    assert [sample["num_unequal"] for sample in record["samples"]] == [6 if differs else 0]
+    assert not compare.is_equal(record)
+    assert not classify.is_complete(record)
+
+
+def test_sides_of_different_length_are_an_error(sides):
+    samples = json.loads((sides[1] / RESULT).read_text())["samples"]
+    edit_result(sides[1], samples=samples[:1])
+    assert compare.make_record(ARM, sides, MACHINE)["status"] == "error"
+
+
 def test_an_arm_survives_its_file(tmp_path):
     ARM.write(tmp_path / "arm.json")
     assert read_arm(tmp_path / "arm.json") == ARM
@@ -151,13 +174,14 @@ def test_driver_relaxes_determinism_only_where_an_operation_has_no_such_form(tmp
 
     class Bench(run_all.Bench):
         def __init__(self):
-            self.all_equal, self._work, self._end = True, tmp_path, float("inf")
+            self.lines, self.all_equal = [], True
+            self._call, self._work, self._artifacts = Call(1e6), tmp_path, tmp_path
 
-        def _run_side(self, arm, side, folder):
+        def _run_side(self, arm, side, folder, watch):
             asked.append((arm.name, arm.recipe.strict_determinism))
-            return not arm.recipe.strict_determinism
+            return {"status": "error" if arm.recipe.strict_determinism else "ok"}
 
-        def _keep(self, arm, resident, folder):
+        def _keep(self, arm, resident, folder, artifact):
             (tmp_path / "toy-resident").mkdir(exist_ok=True)
             return {"error": "x_kernel does not have a deterministic implementation, but"}
 

@@ -95,6 +95,16 @@ def test_read_state_sees_commit_and_dirt(repo):
     assert repository.read_state(root)["dirty"]
 
 
+def test_artifacts_that_a_run_leaves_make_the_tree_no_other(repo):
+    root, _, second = repo
+    folder = root / "validation" / "artifacts" / "speed"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    assert repository.read_state(root) == {"commit": second, "dirty": False}
+    (root / "validation" / "new.py").write_text("x")
+    assert repository.read_state(root)["dirty"]
+
+
 def test_read_state_takes_the_callers_word_for_a_copy(tmp_path, monkeypatch):
     monkeypatch.setenv("POROS_GIT_COMMIT", "a" * 40)
     assert repository.read_state(tmp_path) == {"commit": "a" * 40, "dirty": True}

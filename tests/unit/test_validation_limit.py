@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,8 @@ from validation.experiments.parity.make_checkpoint import write_random
 from validation.experiments.parity.recipe import Model
 from validation.experiments.parity.shapes import SHAPES, qwen_config
 from validation.experiments.recipe_32b import watch as watch_module
-from validation.harness import aggregate, repository, schema
+from validation.harness import aggregate, classify, repository, run, schema
+from validation.harness.call import Call
 
 FAR = time.time() + 1e6
 STREAMED = {"resident_blocks": 0}
@@ -112,7 +115,7 @@ def run_side(name: str, toy: Path, work: Path, steps: int = 3) -> dict[str, Any]
         num_warmup=1,
         stop_at=FAR,
     )
-    return side.run_job(job)
+    return side.run_job(job, work / "result.json")
 
 
 def test_side_times_every_step_but_the_profiled_one(toy: Path, tmp_path: Path) -> None:
@@ -246,31 +249,86 @@ def test_call_makes_one_checkpoint_and_an_artifact_of_each_arm(
 ) -> None:
     made: list[str] = []
 
-    def make(arm: Any, path: Path) -> None:
-        made.append(arm.model_name)
+    def make(call: Call, command: list[str]) -> int:
+        path = Path(command[command.index("--out") + 1])
+        made.append(path.name)
         path.mkdir()
+        return 0
 
-    def run(command: list[str], **_: Any) -> SimpleNamespace:
+    def run_side(call: Call, command: list[str], result: Path, **_: Any) -> dict[str, Any]:
         figures = {"num_graph_launches": 0}
         bins = [{"step": 1, "copy_share": 0.5}]
         found = result_of(31, bins=bins)
         found["samples"][-1] |= figures
-        Path(command[-1]).write_text(json.dumps(found))
-        return SimpleNamespace(returncode=0)
+        return found
 
-    monkeypatch.setattr(driver, "make_checkpoint", make)
+    monkeypatch.setattr(Call, "run", make)
+    monkeypatch.setattr(Call, "run_side", run_side)
     monkeypatch.setattr(driver, "describe_machine", lambda: MACHINE)
-    stub = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(driver, "subprocess", stub)
     arguments = ["--arms", "7b-auto-512,7b-block4-512", "--rounds", "2"]
     folders = ["--work", str(tmp_path / "work"), "--artifacts", str(tmp_path / "artifacts")]
     assert driver.main([*arguments, *folders]) == 0
     assert made == ["7b"]
+    assert driver.main(["--arms", "7b-auto-512", *folders]) == 0
+    assert made == ["7b"], "the next call finds it"
     names = sorted(path.name[17:] for path in tmp_path.glob("artifacts/limit/*/*.json"))
-    assert [name.partition("-512")[0] for name in names] == ["7b-auto"] * 2 + ["7b-block4"] * 2
+    assert [name.partition("-512")[0] for name in names] == ["7b-auto"] * 3 + ["7b-block4"] * 2
     timeline = json.loads(next(tmp_path.glob("artifacts/timeline/*/*.json")).read_text())
     assert schema.problems(timeline) == []
     assert timeline["checks"]["has_graphs"] is False
+
+
+def test_steps_until_a_run_was_stopped_count_from_the_fewest_on() -> None:
+    stopped = {"status": "cancelled", "error": "the call was told to stop"}
+    early, enough = (record_of("7b-auto-512", result_of(n, **stopped)) for n in (19, 20))
+    assert [schema.problems(record) for record in (early, enough)] == [[], []]
+    assert [classify.is_complete(record) for record in (early, enough)] == [False, True]
+    assert not any(record["checks"]["all_steps"] for record in (early, enough))
+
+
+def test_profiled_step_is_made_when_the_time_is_over() -> None:
+    watch = LimitWatch(0, 30, 0.0, link_gbps=None)
+    state = SimpleNamespace(global_step=0, log_history=[])
+    stops = []
+    for _ in range(2):
+        control = SimpleNamespace(should_training_stop=False)
+        watch.on_step_begin(None, state, control)
+        watch.on_step_end(None, state, control)
+        stops.append(control.should_training_stop)
+    assert stops == [False, True]
+    assert [("step_ms" in s, "kernel_ms" in s) for s in watch.samples] == [
+        (True, False), (False, True),
+    ]  # fmt: skip
+
+
+def test_call_that_is_killed_leaves_the_steps_of_its_arm(toy: Path, tmp_path: Path) -> None:
+    """A real arm under a real driver, which is told to stop in the middle of it."""
+    work = tmp_path / "work"
+    work.mkdir()
+    shutil.copytree(toy, work / "toy")
+    (work / "toy" / "made").touch()
+    program = "validation.experiments.limit.run"
+    options = ["--arms", "toy-auto-32,toy-auto-16", "--steps", "100000", "--warmup", "1"]
+    options += ["--work", str(work), "--artifacts", str(tmp_path / "artifacts")]
+    command = [sys.executable, "-m", program, *options]
+    process = subprocess.Popen(command, cwd=repository.ROOT, stdout=subprocess.PIPE, text=True)
+
+    def records() -> list[schema.Record]:
+        return [record for _, record in run.read_all(tmp_path / "artifacts")]
+
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not any(r["samples"] for r in records()):
+        time.sleep(0.2)
+    process.terminate()
+    printed, _ = process.communicate(timeout=30)
+    (record,) = records()
+    assert (record["status"], record["arm"]) == ("cancelled", "toy-auto-32")
+    assert "told to stop" in record["error"]
+    assert record["checks"]["as_named"]
+    assert len(record["samples"]) > 2
+    assert "toy-auto-32: cancelled" in printed
+    assert "toy-auto-16: left out" in printed
+    assert [path.name for path in work.iterdir()] == ["toy"]
 
 
 def test_defaults_are_those_of_the_protocol() -> None:

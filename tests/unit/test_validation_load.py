@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from validation.experiments.parity.checkpoints import folder_of, is_made
 from validation.experiments.streamed_load import run as load_run
 from validation.experiments.streamed_load.disk import cached_bytes, evict, read_rate_gbps
 from validation.experiments.streamed_load.memory import MemorySampler, process_bytes
@@ -17,12 +17,13 @@ from validation.experiments.streamed_load.quantisers import compare, pack, unequ
 from validation.experiments.streamed_load.run import (
     PLANS,
     LoadArm,
+    check_room,
     checkpoint_bytes,
-    make_checkpoint,
     make_checks,
 )
-from validation.harness import schema
+from validation.harness import classify, schema
 from validation.harness.aggregate import load_claims
+from validation.harness.call import Call
 
 MACHINE = {
     "hardware": "cpu",
@@ -77,7 +78,7 @@ def test_size_of_a_checkpoint_is_known_before_it_is_written(name, gigabytes):
 def test_checkpoint_that_has_no_room_is_refused_with_what_to_run_instead(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 60 * 10**9})())
     with pytest.raises(OSError, match=r"needs 66\.5 GB .* free are 60\.0.*fewer layers"):
-        make_checkpoint(LoadArm.parse("32b-bf16-streamed"), tmp_path)
+        check_room(LoadArm.parse("32b-bf16-streamed"), tmp_path)
 
 
 def write_file(folder: Path, num_bytes: int) -> Path:
@@ -172,20 +173,42 @@ def test_toy_arm_leaves_two_valid_records(tmp_path, monkeypatch):
     assert {sample["phase"] for sample in rss["samples"]} >= {"start", "train"}
     assert rss["checks"]["as_named"]
     assert rss["checks"]["trained"]
+    assert [record["checks"]["enough_steps"] for record in (load, rss)] == [True, True]
     assert not list(tmp_path.glob("load-*"))
+    assert not list(tmp_path.glob("side-*"))
+    assert is_made(folder_of(tmp_path, "toy", in_16_bits=True)), "kept for the next call"
 
 
-def test_run_that_fails_is_kept(tmp_path, monkeypatch):
+def run_failing(tmp_path, monkeypatch, **failure):
     bench = load_run.Bench(
-        machine=MACHINE, artifacts=tmp_path, num_steps=1, seq_len=8, end=time.time() + 60
+        call=Call(60), machine=MACHINE, artifacts=tmp_path / "artifacts", num_steps=1, seq_len=8
     )
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors.index.json").write_text("{}")
-    arm = LoadArm.parse("toy-nf4-streamed")
-    failed = {"status": "error", "error": "it failed", "load": {}, "losses": [], "log": []}
-    failed |= {"samples": [], "started": "20260101T000000Z"}
-    monkeypatch.setattr(load_run.Bench, "_run_side", lambda self, job: failed)
+    failed = {"load": {}, "losses": [], "log": [], "samples": [], **failure}
+    monkeypatch.setattr(load_run.Bench, "_run_side", lambda self, job, keep: failed)
     monkeypatch.setattr(load_run, "read_rate_gbps", lambda paths, num_bytes: 1.0)
-    records = bench.run_arm(arm, tmp_path / "model")
-    assert [record["status"] for record in records] == ["error", "error"]
-    assert len(list(tmp_path.rglob("2026*.json"))) == 2
+    records = bench.run_arm(LoadArm.parse("toy-nf4-streamed"), tmp_path / "model")
+    assert len(list(tmp_path.rglob("*-r1.json"))) == 2
+    return {record["id"]: record for record in records}
+
+
+def test_run_that_fails_is_kept(tmp_path, monkeypatch):
+    records = run_failing(tmp_path, monkeypatch, status="error", error="it failed")
+    assert [record["status"] for record in records.values()] == ["error", "error"]
+
+
+def test_arm_that_was_stopped_behind_its_load_counts_for_the_load(tmp_path, monkeypatch):
+    stopped = {"status": "cancelled", "error": "told to stop", "samples": [{"seconds": 0.5}]}
+    records = run_failing(tmp_path, monkeypatch, **stopped, load={"load_s": 2.0})
+    found = {name: classify.is_complete(record) for name, record in records.items()}
+    assert found == {"streamed-load": True, "rss": False}
+
+
+def test_arm_that_cannot_end_is_not_begun(tmp_path, capsys):
+    bench = load_run.Bench(
+        call=Call(10), machine=MACHINE, artifacts=tmp_path, num_steps=1, seq_len=8
+    )
+    assert list(load_run.run_arms(["toy-nf4-streamed"], bench, tmp_path)) == []
+    assert "toy-nf4-streamed: left out" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

@@ -12,12 +12,16 @@ import torch
 
 from tests.unit.validation_records import MACHINE
 from validation.experiments.parity.make_checkpoint import write_random
+from validation.experiments.parity.recipe import Model
 from validation.experiments.parity.shapes import qwen_config
+from validation.harness import classify, run
+from validation.harness.call import Call
 from validation.peers import run as driver
 from validation.peers import side
 from validation.peers.contenders import CONTENDERS
 
 FIELDS = {
+    "started": "20300101T000000Z",
     "environment": MACHINE,
     "model": {"id": "toy", "sha256": "0"},
     "data": {"id": "random"},
@@ -45,7 +49,7 @@ def run_system(name: str, checkpoints: Path, work: Path) -> dict[str, Any]:
         "num_timed": 1,
         "end": float("inf"),
     }
-    return side.run_job(job)
+    return side.run_job(job, work / f"{name}.json")
 
 
 def test_streamed_gradients_are_those_of_the_resident_system(
@@ -103,3 +107,28 @@ def test_names_of_gradients_are_the_same_under_a_wrapper() -> None:
 def test_gradient_of_zeros_is_refused() -> None:
     with pytest.raises(ValueError, match="zero"):
         side.hash_gradients({"layers.0.q": torch.zeros(2)})
+
+
+def test_system_that_was_stopped_leaves_the_lengths_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = [{"step": step, "step_ms": 2.0} for step in range(1, 9)]
+    stopped = found_of(lengths={"16": whole, "24": whole[:2]}, status="cancelled", error="stopped")
+
+    def run_side(
+        call: Call, command: Any, result: Path, *, watch: Any, empty: Any, **_: Any
+    ) -> Any:
+        for lengths in ({}, {"16": whole[:1]}):
+            watch({**empty, "lengths": lengths, "status": "cancelled", "error": "running"})
+        return stopped
+
+    monkeypatch.setattr(Call, "run_side", run_side)
+    monkeypatch.setattr(driver, "describe_machine", lambda: MACHINE)
+    model = Model(path=str(tmp_path / "nf4"), id="toy", sha256="0")
+    folders = {"nf4": str(tmp_path / "nf4"), "bf16": "x"}
+    monkeypatch.setattr(driver, "make_checkpoints", lambda *_: (model, folders))
+    arguments = ["--shape", "toy", "--systems", "poros", "--artifacts", str(tmp_path / "artifacts")]
+    assert driver.main(arguments) == 1
+    found = {record["arm"]: record for _, record in run.read_all(tmp_path / "artifacts")}
+    assert [len(record["samples"]) for record in found.values()] == [8, 2]
+    assert [classify.is_complete(record) for record in found.values()] == [True, False]

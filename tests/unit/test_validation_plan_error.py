@@ -23,7 +23,9 @@ from poros_hf.shapes import Workload
 from tests.unit.shape_cases import QWEN_32B
 from tests.unit.validation_records import MACHINE
 from validation.experiments.plan_error import cases, fit, run, side
-from validation.harness import schema
+from validation.harness import classify, schema
+from validation.harness.call import Call
+from validation.harness.run import read_all
 
 TRUE = MemoryTerms(layer=1.12, head=0.9, graphs=TERMS.graphs, workspace_bytes=2**26 + 2**24)
 SHORT = (8, 16, 32)
@@ -42,20 +44,37 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_side_runs_every_case_of_a_shape(tmp_path: Path) -> None:
-    result = side.run_shape("toy", tmp_path)
-    samples = result["samples"]
+    samples: list[dict[str, float]] = []
+    counts: list[int] = []
+    side.run_shape("toy", tmp_path, samples, lambda: counts.append(len(samples)))
+    assert counts == [1, 2, 3, 4], "each case is known as soon as it was run"
     measured = [sample for sample in samples if "peak_bytes" in sample]
     full = [sample for sample in samples if "error_percent" in sample]
     assert [sample["tokens"] for sample in measured] == [16, *SHORT]
     assert [sample["tokens"] for sample in full] == list(SHORT)
     assert all(sample["planned_peak_bytes"] > 2**26 for sample in measured)
     record = run.make_record(
-        "toy", {"status": "ok", "error": None, **result}, MACHINE, "20260101T000000Z"
+        "toy", {"status": "ok", "error": None, "samples": samples}, MACHINE, "20260101T000000Z"
     )
     assert schema.problems(record) == []
     assert record["checks"]["all_cases"]
     assert "at full depth" in run.report(record)
     json.dumps(record)
+
+
+def test_shape_that_was_stopped_leaves_its_cases_and_feeds_no_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = {"status": "cancelled", "error": "told to stop", "samples": [{"peak_bytes": 1.0}]}
+    monkeypatch.setattr(Call, "run_side", lambda *_, **__: stopped)
+    monkeypatch.setattr(run, "describe_machine", lambda: MACHINE)
+    options = ["--artifacts", str(tmp_path), "--budget-s", "60"]
+    assert run.main(["--shapes", "toy", *options]) == 1
+    ((_, record),) = read_all(tmp_path)
+    assert (record["status"], record["samples"]) == ("cancelled", stopped["samples"])
+    assert not classify.is_complete(record)
+    assert run.main(["--shapes", "7b", *options, "--budget-s", "5", "--work", str(tmp_path)]) == 1
+    assert "7b: left out" in capsys.readouterr().out
 
 
 def test_error_at_full_depth_is_that_of_a_linear_peak() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,8 @@ from validation.experiments.recipe_32b import run as driver
 from validation.experiments.recipe_32b import side
 from validation.experiments.recipe_32b import watch as watch_module
 from validation.experiments.recipe_32b.watch import StepWatch
-from validation.harness import schema
+from validation.harness import classify, run, schema
+from validation.harness.call import Call
 
 FAR = time.time() + 1e6
 
@@ -92,6 +93,17 @@ def test_pools_of_graphs_are_the_segments_outside_the_common_pool(
     assert recorder.graph_pool_bytes() == 320
 
 
+def test_only_steps_that_have_ended_are_seen_from_outside() -> None:
+    watch = StepWatch(num_warmup=0, num_steps=9, stop_at=FAR)
+    counts: list[int] = []
+    watch.on_tick = lambda: counts.append(len(watch.seen()["samples"]))
+    watched_steps(watch, 2)
+    watch.on_step_begin(None, SimpleNamespace(global_step=2, log_history=[]), None)
+    assert len(watch.samples) == 3
+    assert counts == [0, 1, 2]
+    assert all("peak_host_bytes" in sample for sample in watch.seen()["samples"])
+
+
 def test_watch_stops_after_its_steps() -> None:
     assert watched_steps(StepWatch(num_warmup=0, num_steps=2, stop_at=FAR), 5) == 2
 
@@ -127,9 +139,9 @@ def arguments(llama: Path, tmp_path: Path) -> list[str]:
 
 
 def test_streamed_side_runs_the_recipe_on_rows_of_tokens(
-    arguments: list[str], no_watch: None
+    arguments: list[str], no_watch: None, tmp_path: Path
 ) -> None:
-    result = side.run_side("streamed", StepWatch(1, 3, FAR), arguments)
+    result = side.run_side("streamed", StepWatch(1, 3, FAR), arguments, tmp_path / "r.json")
     assert (result["status"], len(result["samples"])) == ("ok", 3)
     assert all(sample["tokens"] == 16 and sample["h2d_bytes"] > 0 for sample in result["samples"])
     assert result["resolved"]["lora"]["r"] == 16
@@ -137,18 +149,22 @@ def test_streamed_side_runs_the_recipe_on_rows_of_tokens(
     assert result["imports_poros_hf"]
 
 
-def test_resident_side_trains_with_the_same_settings(arguments: list[str], no_watch: None) -> None:
-    streamed = side.run_side("streamed", StepWatch(1, 3, FAR), arguments)
+def test_resident_side_trains_with_the_same_settings(
+    arguments: list[str], no_watch: None, tmp_path: Path
+) -> None:
+    streamed = side.run_side("streamed", StepWatch(1, 3, FAR), arguments, tmp_path / "r.json")
     transformers.trainer.DEFAULT_CALLBACKS.pop()
-    resident = side.run_side("resident", StepWatch(1, 2, FAR), arguments)
+    resident = side.run_side("resident", StepWatch(1, 2, FAR), arguments, tmp_path / "r.json")
     assert [streamed["error"], resident["error"]] == [None, None]
     assert [len(streamed["samples"]), len(resident["samples"])] == [3, 2]
     assert resident["resolved"]["lora"] == streamed["resolved"]["lora"]
     assert resident["resolved"]["trainer"] == streamed["resolved"]["trainer"]
 
 
-def test_side_keeps_a_run_that_failed(no_watch: None) -> None:
-    result = side.run_side("streamed", StepWatch(1, 3, FAR), ["--no_such_thing", "1"])
+def test_side_keeps_a_run_that_failed(no_watch: None, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    result = side.run_side("streamed", StepWatch(1, 3, FAR), ["--no_such_thing", "1"], path)
+    assert json.loads(path.read_text()) == result
     assert result["status"] == "error"
     assert "SystemExit" in result["error"]
 
@@ -156,6 +172,7 @@ def test_side_keeps_a_run_that_failed(no_watch: None) -> None:
 @pytest.fixture
 def bench(tmp_path: Path) -> driver.Bench:
     return driver.Bench(
+        call=Call(1e6),
         shape="toy",
         seq_len=32,
         num_steps={"streamed": 4, "resident": 2},
@@ -165,11 +182,10 @@ def bench(tmp_path: Path) -> driver.Bench:
         model=Model(path="model", id="toy", sha256="0"),
         rows=tmp_path / "rows.jsonl",
         data={"id": "rows", "sha256": "0"},
-        end=FAR,
     )
 
 
-def leave_result(bench: driver.Bench, name: str, steps: int, **values: Any) -> None:
+def result_of(name: str, steps: int, **values: Any) -> dict[str, Any]:
     sample = {"step_ms": 1.0, "h2d_bytes": 5 if name == "streamed" else 0}
     result = {
         "status": "ok",
@@ -179,26 +195,29 @@ def leave_result(bench: driver.Bench, name: str, steps: int, **values: Any) -> N
         "under_accelerate": True,
         "imports_poros_hf": name == "streamed",
     }
-    (bench.work / f"{name}.json").write_text(json.dumps({**result, **values}))
+    return {**result, **values}
 
 
 def run_arm(
-    bench: driver.Bench, name: Any, monkeypatch: pytest.MonkeyPatch, status: int = 0
+    bench: driver.Bench, name: Any, monkeypatch: pytest.MonkeyPatch, result: dict[str, Any]
 ) -> schema.Record:
-    stub = SimpleNamespace(
-        run=lambda *_, **__: SimpleNamespace(returncode=status),
-        TimeoutExpired=subprocess.TimeoutExpired,
-    )
-    monkeypatch.setattr(driver, "subprocess", stub)
-    return bench.run_arm(name, bench.work / "artifacts")
+    def run_side(call: Call, *_: Any, watch: Any, empty: Any, **__: Any) -> dict[str, Any]:
+        watch({**empty, "status": "cancelled", "error": "still running"})
+        return {**empty, **result}
+
+    monkeypatch.setattr(Call, "run_side", run_side)
+    record = bench.run_arm(name, bench.work / "artifacts")
+    assert record is not None
+    ((_, kept),) = run.read_all(bench.work / "artifacts")
+    assert kept == json.loads(json.dumps(record))
+    return record
 
 
 @pytest.mark.parametrize(("name", "steps"), [("streamed", 4), ("resident", 2)])
 def test_arm_that_is_complete_passes_every_check(
     name: str, steps: int, bench: driver.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leave_result(bench, name, steps)
-    record = run_arm(bench, name, monkeypatch)
+    record = run_arm(bench, name, monkeypatch, result_of(name, steps))
     assert record["status"] == "ok"
     assert all(record["checks"].values())
     assert str(bench.work) not in json.dumps(record["command"])
@@ -221,17 +240,37 @@ def test_each_missing_condition_fails_its_check(
     bench: driver.Bench,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    leave_result(bench, "streamed", steps, **values)
-    checks = run_arm(bench, "streamed", monkeypatch)["checks"]
+    result = result_of("streamed", steps, **values)
+    checks = run_arm(bench, "streamed", monkeypatch, result)["checks"]
     assert {name for name, passed in checks.items() if not passed} == failed
 
 
 def test_arm_that_left_nothing_is_kept_as_an_error(
     bench: driver.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = run_arm(bench, "streamed", monkeypatch, status=-9)
+    failure = {"status": "error", "error": "exit status -9, no result"}
+    record = run_arm(bench, "streamed", monkeypatch, failure)
     assert record["status"] == "error"
     assert "-9" in record["error"]
+
+
+@pytest.mark.parametrize(("steps", "counts"), [(2, False), (3, True)])
+def test_arm_that_was_stopped_counts_from_the_fewest_steps_on(
+    steps: int, counts: bool, bench: driver.Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = result_of("streamed", steps, status="cancelled", error="told to stop")
+    record = run_arm(bench, "streamed", monkeypatch, result)
+    assert schema.problems(record) == []
+    assert classify.is_complete(record) is counts
+
+
+def test_arm_that_cannot_end_is_not_begun(
+    bench: driver.Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = replace(bench, call=Call(20))
+    assert late.run_arm("streamed", bench.work / "artifacts") is None
+    assert "toy-streamed-32: left out" in capsys.readouterr().out
+    assert not (bench.work / "artifacts").exists()
 
 
 def test_defaults_of_the_driver_are_those_of_the_protocol() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from validation.figures.svg import COMPUTE, COPY, FAINT, INK, Drawing, round_ticks
+from validation.harness import classify
 from validation.harness.arms import Run, choose
 
 BUDGETS_GB = (4, 6, 8, 12, 16, 24)
@@ -37,6 +38,7 @@ def make_curve(shape: str, label: str, color: str, runs: Sequence[Run]) -> Curve
     points, refused, sources = [], [], []
     for budget in BUDGETS_GB:
         found = choose(runs, "limit", f"{shape}-budget{budget}gb-512")
+        found = [run for run in found if classify.is_telling(run.record)]
         if not found:
             continue
         sources.append(found[-1].path)
@@ -54,7 +56,7 @@ def _step_s(runs: Sequence[Run]) -> float | None:
     steps = [
         run.record["summary"]["step_ms"]["median"]
         for run in runs
-        if run.record["status"] == "ok" and "step_ms" in run.record["summary"]
+        if classify.is_complete(run.record) and "step_ms" in run.record["summary"]
     ]
     return statistics.median(steps) / 1e3 if steps else None
 

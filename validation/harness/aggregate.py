@@ -87,7 +87,7 @@ def sort_out(
     """Keep the artifacts that count; say for each other one why it does not.
 
     A run that failed counts too, where nothing but its failure speaks against it: the claims that
-    it belongs to have no value.
+    it belongs to have no value. One that was stopped from outside too early is a row of a table.
     """
     kept, notes = [], []
     for path, record in artifacts:
@@ -119,9 +119,13 @@ def evaluate(claim: Claim, artifacts: Sequence[Artifact], root: Path = repositor
     chosen = [
         (path, record)
         for path, record in artifacts
-        if record["id"] == claim.protocol and fnmatch.fnmatchcase(record["arm"], claim.arm)
+        if record["id"] == claim.protocol
+        and fnmatch.fnmatchcase(record["arm"], claim.arm)
+        and classify.is_telling(record)
+        # A run that was stopped may lack what is measured at its end.
+        and (record["status"] != "cancelled" or _column(claim, record))
     ]
-    broken = [path.name for path, record in chosen if record["status"] != "ok"]
+    broken = [path.name for path, record in chosen if not classify.is_complete(record)]
     if broken:
         return Outcome(None, f"failed: {', '.join(broken)}")
     if not chosen:

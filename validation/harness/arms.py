@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from validation.harness import aggregate, repository
+from validation.harness import aggregate, classify, repository
 
 COUNTED = Path("validation", "counted.json")
 _NO_VALUE = "not measured yet"
@@ -98,12 +98,14 @@ def _cells(table: ArmTable, runs: Sequence[Run]) -> list[str]:
     blank = [""] * (len(table.columns) - 1)
     if not runs:
         return [_NO_VALUE, *blank]
-    status = runs[-1].record["status"]
-    if status != "ok":
-        return [_FAILED[status], *blank]
+    # What was stopped too early says nothing, unless there is nothing else.
+    telling = [run for run in runs if classify.is_telling(run.record)] or runs
+    complete = [run for run in telling if classify.is_complete(run.record)]
+    if telling[-1] not in complete:
+        return [_FAILED[telling[-1].record["status"]], *blank]
     cells = []
     for column in table.columns:
-        values = [value_of(run, column) for run in runs if run.record["status"] == "ok"]
+        values = [value_of(run, column) for run in complete]
         known = [value for value in values if value is not None]
         cells.append(f"{statistics.median(known):.4g}" if known else "-")
     return cells

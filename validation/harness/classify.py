@@ -1,6 +1,7 @@
 """Which records may feed a claim.
 
-publishable: valid, ok, from a clean tree of a known commit that already held the protocol.
+publishable: valid, ok, from a clean tree of a known commit that already held the protocol. A run
+that was stopped from outside is as good as one that ended if it made its protocol's fewest steps.
 debug: valid, but one of these is missing. invalid: not a record of this schema.
 Whether the repeats suffice is decided per claim, in `aggregate`.
 """
@@ -42,6 +43,17 @@ def classify(
     return Verdict("debug", reasons) if reasons else Verdict("publishable")
 
 
+def is_complete(record: Mapping[str, Any]) -> bool:
+    """Say whether a run came to its end, or at least as far as its protocol asks for."""
+    is_cut_short = record["status"] == "cancelled" and record["checks"].get("enough_steps") is True
+    return record["status"] == "ok" or is_cut_short
+
+
+def is_telling(record: Mapping[str, Any]) -> bool:
+    """Say whether a run shows something about its arm: not so if it was stopped too early."""
+    return record["status"] != "cancelled" or is_complete(record)
+
+
 def _name_problems(record: Mapping[str, Any], path: Path) -> list[str]:
     stem = f"{record['started']}-{record['arm']}-{record['git']['commit'][:7]}-r"
     expected = (record["id"], record["environment"]["hardware"])
@@ -53,7 +65,7 @@ def _name_problems(record: Mapping[str, Any], path: Path) -> list[str]:
 def _debug_reasons(record: Mapping[str, Any], root: Path) -> list[str]:
     commit, protocol = record["git"]["commit"], f"validation/protocols/{record['id']}.md"
     reasons = []
-    if record["status"] != "ok":
+    if not is_complete(record):
         reasons.append(f"status {record['status']}")
     if record["git"]["dirty"]:
         reasons.append("dirty tree")

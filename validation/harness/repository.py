@@ -9,6 +9,7 @@ from typing import TypedDict
 
 ROOT = Path(__file__).resolve().parents[2]
 UNKNOWN = "unknown"
+_NO_ARTIFACTS = ":(exclude)validation/artifacts"
 
 
 class GitState(TypedDict):
@@ -30,7 +31,7 @@ def _git(*arguments: str, root: Path) -> str | None:
 
 
 def read_state(root: Path = ROOT) -> GitState:
-    """Read commit and dirtiness.
+    """Read commit and dirtiness; artifacts that a run has just left make no other program of it.
 
     A tree without `.git` (a copy on another machine) takes both from POROS_GIT_COMMIT and
     POROS_GIT_DIRTY (0 or 1), which the caller sets; without them the commit is unknown and the
@@ -38,7 +39,7 @@ def read_state(root: Path = ROOT) -> GitState:
     """
     commit = _git("rev-parse", "HEAD", root=root) if (root / ".git").exists() else None
     if commit is not None:
-        status = _git("status", "--porcelain", root=root)
+        status = _git("status", "--porcelain", "--", ".", _NO_ARTIFACTS, root=root)
         return GitState(commit=commit, dirty=status != "")
     return GitState(
         commit=os.environ.get("POROS_GIT_COMMIT", UNKNOWN),

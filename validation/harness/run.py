@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from validation.harness import repository, schema
+from validation.harness import partial, repository, schema
 
 ARTIFACTS = repository.ROOT / "validation" / "artifacts"
 _STAMP = "%Y%m%dT%H%M%SZ"
@@ -56,24 +56,53 @@ def make_record(fields: Mapping[str, Any]) -> schema.Record:
     }
 
 
-def write(record: schema.Record, root: Path = ARTIFACTS) -> Path:
-    """Write a record under root/<id>/<hardware>/; an existing file is never touched.
+class ArtifactFile:
+    """The file of one run: there from its start on, and never changed once the run has ended.
 
-    Raises:
-        ValueError: The record is not valid.
+    Until then it holds a valid record of what was seen so far, which says `cancelled`. So whatever
+    ends the run, its driver or its machine, the artifact is there.
     """
-    found = schema.problems(record)
-    if found:
-        raise ValueError(f"not a valid record: {'; '.join(found)}")
+
+    def __init__(self, root: Path = ARTIFACTS) -> None:
+        self._root = root
+        self._path: Path | None = None
+
+    def write(self, record: schema.Record) -> Path:
+        """Write a record in place of the one before; returns the path, which stays the same.
+
+        Raises:
+            ValueError: The record is not valid.
+        """
+        found = schema.problems(record)
+        if found:
+            raise ValueError(f"not a valid record: {'; '.join(found)}")
+        if self._path is None:
+            self._path = _new_path(record, self._root)
+        if not self._path.name.startswith(f"{record['started']}-{record['arm']}-"):
+            raise ValueError(f"not the record of {self._path.name}")
+        partial.write_json(record, self._path, allow_nan=False)
+        return self._path
+
+
+def _new_path(record: schema.Record, root: Path) -> Path:
+    """Return a name that no artifact has."""
     folder = root / record["id"] / record["environment"]["hardware"]
     folder.mkdir(parents=True, exist_ok=True)
     tail = f"-{record['arm']}-{record['git']['commit'][:7]}-r"
     repeat = 1 + sum(1 for _ in folder.glob(f"{_STAMP_GLOB}{tail}*.json"))
     path: Path = folder / f"{record['started']}{tail}{repeat}.json"
-    with path.open("x") as stream:
-        json.dump(record, stream, indent=1, allow_nan=False)
-        stream.write("\n")
+    if path.exists():
+        raise FileExistsError(path)
     return path
+
+
+def write(record: schema.Record, root: Path = ARTIFACTS) -> Path:
+    """Write the record of a run that has ended under root/<id>/<hardware>/, in a new file.
+
+    Raises:
+        ValueError: The record is not valid.
+    """
+    return ArtifactFile(root).write(record)
 
 
 def read_all(root: Path = ARTIFACTS) -> Iterator[tuple[Path, schema.Record]]:

@@ -8,76 +8,103 @@ See validation/protocols/peers.md.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
-import shutil
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from validation.experiments.parity.recipe import Model
-from validation.experiments.parity.run_all import (
-    choose_work_folder,
-    describe_machine,
-    describe_model,
+from validation.experiments.parity.checkpoints import (
+    LOADING_S,
+    find_or_make,
+    random_model,
+    work_folders,
 )
-from validation.harness import repository, run, schema
+from validation.experiments.parity.recipe import Model
+from validation.experiments.parity.run_all import describe_machine
+from validation.harness import run, schema
+from validation.harness.call import Call, Result, Watcher
 from validation.peers.contenders import CONTENDERS
 
-NUM_WARMUP, NUM_TIMED = 2, 6
+NUM_WARMUP, NUM_TIMED, FEWEST_TIMED = 2, 6, 3
 LENGTHS = (512, 2048)
 # trainstream compiles its extension at the first import, which takes minutes.
 DEFAULT = ("resident", "poros", "experts4bit", "soup", "streamft")
 _NEEDED_GB_PER_LAYER = {"toy": 0.1, "7b": 1.0, "32b": 1.6}
 _NEEDED_GB_BESIDE = 12.0
 _CLOSING_S = 8.0
+_STEPS_S = 10.0 + _CLOSING_S  # behind loading; no system begins with less
+Jobs = tuple[Model, dict[str, str]]
 
 
-def make_checkpoints(shape: str, num_layers: int, work: Path) -> Model:
-    """Write one random model in NF4 and in 16 bits, and hash the former."""
-    program = "validation.experiments.parity.make_checkpoint"
-    for name, extra in (("nf4", []), ("bf16", ["--in-16-bits"])):
-        what = ["--shape", shape, "--layers", str(num_layers), "--out", str(work / name)]
-        subprocess.run([sys.executable, "-m", program, *what, *extra], check=True)
-    return describe_model(work / "nf4", f"qwen2.5 {shape} shape, {num_layers} layers, random")
+def make_checkpoints(call: Call, shape: str, num_layers: int, work: Path) -> Jobs | None:
+    """Write one random model in NF4 and in 16 bits, and hash the former; None where time is over.
+
+    Returns:
+        The hashed model, and what every job has: the folders of both.
+    """
+    model = random_model(call, work, shape, num_layers)
+    bf16 = find_or_make(call, work, shape, num_layers, in_16_bits=True)
+    if model is None or bf16 is None:
+        return None
+    return model, {"nf4": model.path, "bf16": str(bf16)}
 
 
-def run_side(name: str, work: Path, options: argparse.Namespace, end: float) -> dict[str, Any]:
+def run_side(
+    call: Call, name: str, folders: Mapping[str, str], options: argparse.Namespace, watch: Watcher
+) -> Result:
     """Run a system in a fresh process."""
-    folder = work / "side"
-    folder.mkdir()
-    job, result = folder / "job.json", folder / "result.json"
-    values = {
-        "name": name,
-        "nf4": str(work / "nf4"),
-        "bf16": str(work / "bf16"),
-        "work": str(folder),
-        "lengths": options.lengths,
-        "num_warmup": NUM_WARMUP,
-        "num_timed": options.num_timed,
-        "end": end - _CLOSING_S,
-    }
-    job.write_text(json.dumps(values))
-    failure: dict[str, Any] = {"lengths": {}, "gradients": {}, "version": "unknown"}
-    command = [sys.executable, "-m", "validation.peers.side", str(job), str(result)]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=repository.ROOT,
+    with tempfile.TemporaryDirectory(prefix="side-", dir=Path(folders["nf4"]).parent) as work:
+        job, result = Path(work, "job.json"), Path(work, "result.json")
+        limit_s = min(options.limit_s, call.left_s)
+        values = {
+            **folders,
+            "name": name,
+            "work": work,
+            "lengths": options.lengths,
+            "num_warmup": NUM_WARMUP,
+            "num_timed": options.num_timed,
+            "end": time.time() + limit_s - _CLOSING_S,
+        }
+        job.write_text(json.dumps(values))
+        return call.run_side(
+            ["-m", "validation.peers.side", str(job), str(result)],
+            result,
+            empty={"lengths": {}, "gradients": {}, "version": "unknown"},
+            watch=watch,
+            limit_s=limit_s,
             # soup-cli writes below the home or the temporary folder and nowhere else.
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)},
-            check=False,
-            timeout=max(1.0, min(end - time.time(), options.limit_s)),
+            env={"HF_HUB_OFFLINE": "1", "TMPDIR": work},
         )
-        failure |= {"status": "error", "error": f"exit status {done.returncode}, no result"}
-    except subprocess.TimeoutExpired:
-        failure |= {"status": "cancelled", "error": "stopped at the end of its time"}
-    found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else failure
-    shutil.rmtree(folder)
-    return found
+
+
+def run_system(
+    call: Call,
+    name: str,
+    folders: Mapping[str, str],
+    options: argparse.Namespace,
+    make: Callable[[Result], list[schema.Record]],
+) -> tuple[Result, list[schema.Record]]:
+    """Run a system; returns its result and the records, which are in their files."""
+    files: dict[str, run.ArtifactFile] = {}
+
+    def keep(found: Result) -> list[schema.Record]:
+        records = make(found)
+        for record in records:
+            files.setdefault(record["arm"], run.ArtifactFile(options.artifacts)).write(record)
+        return records
+
+    def watch(found: Result) -> None:
+        if found["lengths"]:  # before that it is not known which arms there will be
+            keep(found)
+
+    found = run_side(call, name, folders, options, watch)
+    records = keep(found)
+    for record in records:
+        call.say(report(record))
+    return found, records
 
 
 def compare_gradients(found: Mapping[str, str], resident: Mapping[str, str]) -> dict[str, int]:
@@ -104,14 +131,14 @@ def make_records(
                     "arm": f"{fields['config']['shape']}-{name}-{length}",
                     "status": "ok" if is_ok else found["status"].replace("ok", "cancelled"),
                     "error": error,
-                    "started": run.utc_stamp(),
                     "command": ["python", "-m", "validation.peers.run"],
                     "config": {**fields["config"], "system": name, "version": found["version"]},
                     "checks": {
                         "as_named": found.get("imports_poros_hf") is (name == "poros"),
                         "gradients_equal": counts["num_gradients"] > 0
                         and counts["num_equal_gradients"] == len(resident),
-                        "enough_steps": sum("step_ms" in sample for sample in samples) >= 3,
+                        "enough_steps": sum("step_ms" in sample for sample in samples)
+                        >= FEWEST_TIMED,
                     },
                     "samples": [sample | counts for sample in samples],
                 }
@@ -149,18 +176,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=90.0, help="for one system")
     parser.add_argument("--budget-s", type=float, default=240.0)
     parser.add_argument("--artifacts", type=Path, default=run.ARTIFACTS)
+    parser.add_argument("--work", type=Path, help="where checkpoints are kept between calls")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the systems; 0 where each that was run is ok."""
-    begin, options = time.time(), parse(arguments)
-    end = begin + options.budget_s
-    needed = _NEEDED_GB_PER_LAYER[options.shape] * options.layers
-    work = choose_work_folder(needed + (0 if options.shape == "toy" else _NEEDED_GB_BESIDE), None)
+    options = parse(arguments)
+    needed_gb = _NEEDED_GB_PER_LAYER[options.shape] * options.layers
+    needed_gb += 0 if options.shape == "toy" else _NEEDED_GB_BESIDE
     records: list[schema.Record] = []
-    try:
-        model = make_checkpoints(options.shape, options.layers, work)
+    with Call(options.budget_s) as call, work_folders(options.work, needed_gb) as (checkpoints, _):
+        made = make_checkpoints(call, options.shape, options.layers, checkpoints)
+        if made is None:
+            return 1
+        model, folders = made
         fields = {
             "environment": describe_machine(),
             "model": {"id": model.id, "sha256": model.sha256},
@@ -173,14 +203,13 @@ def main(arguments: list[str] | None = None) -> int:
         }
         resident: dict[str, str] = {}
         for name in options.systems:
-            found = run_side(name, work, options, end)
+            if not call.has_time(name, LOADING_S[options.shape] + _STEPS_S):
+                continue
+            stamped = {**fields, "started": run.utc_stamp()}
+            make = functools.partial(make_records, name, resident=resident, fields=stamped)
+            found, own = run_system(call, name, folders, options, make)
             resident = resident or (found["gradients"] if name == "resident" else {})
-            for record in make_records(name, found, resident, fields):
-                print(run.write(record, options.artifacts))
-                print(f"[{end - time.time():.0f} s left] {report(record)}", flush=True)
-                records.append(record)
-    finally:
-        shutil.rmtree(work)
+            records += own
     print(*map(report, records), sep="\n")
     return 0 if all(record["status"] == "ok" for record in records) else 1
 

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from validation.experiments.parity.recorder import graph_pool_bytes, memory_bytes
 from validation.experiments.timeline.record import StepProfiler
 from validation.harness import repository
+from validation.harness.partial import PartialResult
 from validation.peers.contenders import CONTENDERS, PACKAGES, Checkpoints, Contender
 
 
@@ -47,12 +49,11 @@ def synchronise() -> None:
 
 def run_length(
     contender: Contender, seq_len: int, vocab_size: int, counts: tuple[int, int], end: float
-) -> list[dict[str, Any]]:
-    """Make warm-up, timed and one profiled step of rows of `seq_len`; a sample of each."""
+) -> Iterator[dict[str, Any]]:
+    """Make warm-up, timed and one profiled step of rows of `seq_len`; yield a sample of each."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(seq_len)
     num_warmup, num_timed = counts
-    samples: list[dict[str, Any]] = []
     for number in range(num_warmup + num_timed + 1):
         if time.time() > end:
             break
@@ -70,36 +71,42 @@ def run_length(
             sample[name] = 1e3 * (time.perf_counter() - begin)
         else:
             sample |= profiler.stop().figures()
-        samples.append(sample | memory_bytes())
-    return samples
+        yield sample | memory_bytes() | {"graph_pool_bytes": graph_pool_bytes()}
 
 
-def run_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Run a system; one that fails is a result as well."""
+def run_job(job: dict[str, Any], result: Path) -> dict[str, Any]:
+    """Run a system and leave its result; one that fails is a result as well."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folders = {key: Path(job[key]) for key in ("nf4", "bf16", "work")}
-    found: dict[str, Any] = {"status": "ok", "error": None, "lengths": {}, "gradients": {}}
+    status: dict[str, Any] = {"status": "ok", "error": None}
+    seen: dict[str, Any] = {"lengths": {}, "gradients": {}}
+
+    def look() -> dict[str, Any]:
+        version = _version(job["name"])
+        return {**seen, "imports_poros_hf": "poros_hf" in sys.modules, "version": version}
+
+    kept = PartialResult(result, look)
     try:
         contender = CONTENDERS[job["name"]](Checkpoints(device=device, **folders))
         vocab_size = json.loads((folders["nf4"] / "config.json").read_text())["vocab_size"]
         contender.keep_gradients = True
         contender.step(torch.arange(4, 4 + job["lengths"][0])[None].to(device) % vocab_size)
-        found["gradients"] = hash_gradients(contender.gradients)
+        seen["gradients"] = hash_gradients(contender.gradients)
         contender.keep_gradients, contender.gradients = False, {}
         for seq_len in job["lengths"]:
             counts = (job["num_warmup"], job["num_timed"])
-            samples = run_length(contender, seq_len, vocab_size, counts, job["end"])
-            for sample in samples:
-                sample["graph_pool_bytes"] = graph_pool_bytes()
-            found["lengths"][str(seq_len)] = samples
+            samples = seen["lengths"][str(seq_len)] = []
+            for sample in run_length(contender, seq_len, vocab_size, counts, job["end"]):
+                samples.append(sample)
+                kept.tick()
     except Exception as error:  # noqa: BLE001 # a failed run is kept as an artifact
         is_oom = isinstance(error, torch.cuda.OutOfMemoryError)
         text = traceback.format_exc()
         for folder in sorted({str(repository.ROOT), *filter(None, sys.path)}, key=len)[::-1]:
             text = text.replace(f"{folder}/", "")
-        found |= {"status": "oom" if is_oom else "error", "error": text}
-    found["imports_poros_hf"] = "poros_hf" in sys.modules
-    found["version"] = _version(job["name"])
+        status = {"status": "oom" if is_oom else "error", "error": text}
+    found = {**look(), **status}
+    kept.finish(found)
     return found
 
 
@@ -115,8 +122,7 @@ def main() -> int:
     parser.add_argument("job", type=Path)
     parser.add_argument("result", type=Path)
     options = parser.parse_args()
-    found = run_job(json.loads(options.job.read_text()))
-    options.result.write_text(json.dumps(found, indent=1) + "\n")
+    found = run_job(json.loads(options.job.read_text()), options.result)
     if found["error"] is not None:
         print(found["error"], file=sys.stderr)
     return 0 if found["status"] == "ok" else 1

@@ -6,43 +6,46 @@
 Arms of one shape run behind each other and share a checkpoint, which is made at the first of them.
 With `--rounds 2` they run once, in their order, and then once more: arms that are compared
 alternate, and a pair of runs of one arm is the measure of noise.
-With `--work DIR` checkpoints stay there and the next call finds them. An arm that is not likely to
-end within the budget is named and left out. See validation/protocols/limit.md.
+With `--work DIR` checkpoints stay there, and the next call of this or another experiment finds
+them. An arm that is not likely to end within the budget is named and left out; what an arm has seen
+is in its artifact every few seconds, whatever ends it. See validation/protocols/limit.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from validation.experiments.limit.arms import PROTOCOL, REAL, LimitArm, parse_arm
-from validation.experiments.parity.recipe import Model
-from validation.experiments.parity.run_all import (
-    choose_work_folder,
-    describe_machine,
+from validation.experiments.parity.checkpoints import (
+    LOADING_S,
+    NEEDED_GB,
     describe_model,
-    touch_memory,
+    folder_of,
+    making_s,
+    random_model,
+    work_folders,
 )
+from validation.experiments.parity.checkpoints import is_made as checkpoint_is_made
+from validation.experiments.parity.recipe import Model
+from validation.experiments.parity.run_all import describe_machine, touch_memory
 from validation.harness import repository, run, schema
+from validation.harness.call import Call, Result
 
 NUM_WARMUP = 5
 # Fewer steps prove nothing; one of many rows is long, and varies less.
 FEWEST_STEPS, FEWEST_LONG_STEPS, FEWEST_RISING_STEPS = 20, 8, 2
 MANY_ROWS = 8
 ROWS = repository.ROOT / "recipes" / "data" / "humaneval_sft.jsonl"
-_NEEDED_GB = {"toy": 0.1, REAL: 0.5, "7b": 8, "14b": 12, "32b": 22, "72b": 46}
 # Kept free at the end of an arm for profiling and for the artifact.
 _CLOSING_S = 10.0
-_FIRST_ARM_S = 30.0  # below this no arm begins: loading alone takes as long
+_STEPS_S = 20.0 + _CLOSING_S  # behind loading; no arm begins with less
 
 
 @dataclass(kw_only=True)
@@ -50,101 +53,74 @@ class Bench:
     """What the arms of one call share.
 
     Attributes:
-        work: Folder for checkpoints, a folder for each.
+        checkpoints: Folder with a folder for each.
+        scratch: Folder for everything else.
         real: Folder of SmolLM2's NF4 checkpoint.
-        end: Time (`time.time()`) at which everything has to be over.
         records: Of the arms that have been run.
     """
 
-    work: Path
+    call: Call
+    checkpoints: Path
+    scratch: Path
     artifacts: Path
     machine: Mapping[str, Any]
     real: Path | None
-    end: float
     num_warmup: int = NUM_WARMUP
     records: list[schema.Record] = field(default_factory=list)
-    _models: dict[str, Model] = field(default_factory=dict)
-
-    @property
-    def left_s(self) -> float:
-        """Seconds left of the budget."""
-        return self.end - time.time()
 
     def run_arm(self, arm: LimitArm) -> None:
         """Run an arm in a fresh process and write its artifacts."""
-        model = self._model_of(arm)
-        if self.left_s < _FIRST_ARM_S:
-            print(f"{arm.name}: left out, {self.left_s:.0f} s left", flush=True)
+        path = folder_of(self.checkpoints, arm.shape, arm.num_layers)
+        is_made = arm.shape == REAL or checkpoint_is_made(path)
+        needed_s = 0.0 if is_made else making_s(arm.shape, arm.num_layers)
+        if not self.call.has_time(arm.name, needed_s + LOADING_S[arm.shape] + _STEPS_S):
             return
-        started, folder = run.utc_stamp(), self.work / "side"
-        folder.mkdir()
-        try:
-            result = self._run_side(arm, model, folder)
-        finally:
-            shutil.rmtree(folder)
-        record = make_record(arm, model, result, self.machine, started)
-        print(run.write(record, self.artifacts))
-        print(f"[{self.left_s:.0f} s left] {report(record)}", flush=True)
+        model = self._model_of(arm)
+        if model is None:
+            return
+        started, artifact = run.utc_stamp(), run.ArtifactFile(self.artifacts)
+
+        def keep(result: Result) -> schema.Record:
+            record = make_record(arm, model, result, self.machine, started)
+            artifact.write(record)
+            return record
+
+        result = self._run_side(arm, model, keep)
+        record = keep(result)
+        self.call.say(report(record))
         if result["bins"] is not None:
             run.write(make_timeline(record, result["bins"]), self.artifacts)
         self.records.append(record)
 
-    def _run_side(self, arm: LimitArm, model: Model, folder: Path) -> dict[str, Any]:
-        job, result = folder / "job.json", folder / "result.json"
-        values = {
-            "arm": asdict(arm),
-            "model": model.path,
-            "rows": str(ROWS) if arm.shape == REAL else None,
-            "work": str(folder),
-            "num_warmup": self.num_warmup,
-            "stop_at": self.end - _CLOSING_S,
-        }
-        job.write_text(json.dumps(values))
-        command = ["-m", "validation.experiments.limit.side", str(job), str(result)]
-        failure: dict[str, Any] = {"samples": [], "resolved": {}, "data": {}, "bins": None}
-        try:
-            done = subprocess.run(
-                [sys.executable, *command],
-                cwd=repository.ROOT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder)},
-                check=False,
-                timeout=max(1.0, self.left_s),
+    def _run_side(
+        self, arm: LimitArm, model: Model, keep: Callable[[Result], schema.Record]
+    ) -> Result:
+        with tempfile.TemporaryDirectory(prefix="side-", dir=self.scratch) as name:
+            job, result = Path(name, "job.json"), Path(name, "result.json")
+            values = {
+                "arm": asdict(arm),
+                "model": model.path,
+                "rows": str(ROWS) if arm.shape == REAL else None,
+                "work": name,
+                "num_warmup": self.num_warmup,
+                "stop_at": self.call.end - _CLOSING_S,
+            }
+            job.write_text(json.dumps(values))
+            return self.call.run_side(
+                ["-m", "validation.experiments.limit.side", str(job), str(result)],
+                result,
+                empty={"samples": [], "resolved": {}, "data": {}, "bins": None},
+                watch=keep,
+                env={"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": name},
             )
-        except subprocess.TimeoutExpired:
-            failure |= {"status": "cancelled", "error": "stopped at the end of the budget"}
-            return failure
-        if result.exists():
-            found: dict[str, Any] = json.loads(result.read_text())
-            return found
-        return {**failure, "status": "error", "error": f"exit status {done.returncode}, no result"}
 
-    def _model_of(self, arm: LimitArm) -> Model:
+    def _model_of(self, arm: LimitArm) -> Model | None:
         """Return the arm's checkpoint, made here if need be; it is hashed once."""
-        if arm.model_name not in self._models:
-            self._models[arm.model_name] = self._find_or_make(arm)
-        return self._models[arm.model_name]
-
-    def _find_or_make(self, arm: LimitArm) -> Model:
-        if arm.shape == REAL:
-            if self.real is None:
-                raise SystemExit(f"{arm.name} needs --smollm2, the folder of its NF4 checkpoint")
-            return describe_model(self.real, "SmolLM2-135M-Instruct")
-        path = self.work / arm.model_name
-        known = path / "described.json"
-        if not known.exists():
-            shutil.rmtree(path, ignore_errors=True)
-            make_checkpoint(arm, path)
-            model = describe_model(path, f"qwen2.5 {arm.model_name} shape, random weights")
-            known.write_text(json.dumps(asdict(model)))
-        return Model(**json.loads(known.read_text()))
-
-
-def make_checkpoint(arm: LimitArm, path: Path) -> None:
-    """Write a random NF4 checkpoint from a process of its own."""
-    layers = [] if arm.num_layers is None else ["--layers", str(arm.num_layers)]
-    program = "validation.experiments.parity.make_checkpoint"
-    command = [sys.executable, "-m", program, "--shape", arm.shape, "--out", str(path), *layers]
-    subprocess.run(command, check=True)
+        if arm.shape != REAL:
+            return random_model(self.call, self.checkpoints, arm.shape, arm.num_layers)
+        if self.real is None:
+            raise SystemExit(f"{arm.name} needs --smollm2, the folder of its NF4 checkpoint")
+        return describe_model(self.real, "SmolLM2-135M-Instruct")
 
 
 def make_record(
@@ -257,33 +233,30 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the arms; 0 where each that was run is ok."""
-    begin, options = time.time(), parse(arguments)
+    options = parse(arguments)
     if options.list or not options.arms:
         print(*PROTOCOL, sep="\n")
         return 0
     arms = [parse_arm(name, options.steps) for name in options.arms.split(",")]
-    if options.touch_gib:
-        touch_memory(options.touch_gib)
-    work = options.work or choose_work_folder(max(_NEEDED_GB[a.shape] for a in arms), None)
-    work.mkdir(parents=True, exist_ok=True)
-    bench = Bench(
-        work=work,
-        artifacts=options.artifacts,
-        machine=describe_machine(),
-        real=options.smollm2,
-        end=begin + options.budget_s,
-        num_warmup=options.warmup,
-    )
-    try:
+    needed_gb = max(NEEDED_GB[arm.shape] for arm in arms)
+    with Call(options.budget_s) as call, work_folders(options.work, needed_gb) as folders:
+        if options.touch_gib:
+            touch_memory(options.touch_gib)
+        bench = Bench(
+            call=call,
+            checkpoints=folders[0],
+            scratch=folders[1],
+            artifacts=options.artifacts,
+            machine=describe_machine(),
+            real=options.smollm2,
+            num_warmup=options.warmup,
+        )
         for name in dict.fromkeys(arm.model_name for arm in arms):
             group = [arm for arm in arms if arm.model_name == name]
             for arm in group * options.rounds:
                 bench.run_arm(arm)
             if options.work is None:
-                shutil.rmtree(work / name, ignore_errors=True)
-    finally:
-        if options.work is None:
-            shutil.rmtree(work)
+                shutil.rmtree(folders[0] / name, ignore_errors=True)
     print(*map(report, bench.records), sep="\n")
     return 0 if all(record["status"] == "ok" for record in bench.records) else 1
 

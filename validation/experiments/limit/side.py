@@ -29,6 +29,7 @@ from validation.experiments.parity.rows import load_rows
 from validation.experiments.parity.stock import load_resident
 from validation.harness import repository
 from validation.harness.machine import measure_h2d_gbps
+from validation.harness.partial import PartialResult
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SEED = 0
@@ -104,15 +105,16 @@ def load_model(job: Job, device: torch.device) -> tuple[nn.Module, list[TrainerC
     return model, [poros_hf.PorosStreaming(config)]
 
 
-def train(job: Job, watch: LimitWatch) -> dict[str, str]:
-    """Train with TRL's defaults; returns the id and hash of the rows."""
+def train(job: Job, watch: LimitWatch, data: dict[str, str]) -> None:
+    """Train with TRL's defaults; `data` gets the id and hash of the rows."""
     arm = job.arm
     set_seed(SEED)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     model, callbacks = load_model(job, device)
     watch.streaming = callbacks[0] if callbacks else None
     config: Any = model.config
-    rows, data = make_rows(job, config.vocab_size)
+    rows, described = make_rows(job, config.vocab_size)
+    data |= described
     trainer = SFTTrainer(
         model,
         args=SFTConfig(
@@ -137,29 +139,38 @@ def train(job: Job, watch: LimitWatch) -> dict[str, str]:
         callbacks=[*callbacks, watch],
     )
     trainer.train()
-    return data
 
 
-def run_job(job: Job) -> dict[str, Any]:
-    """Run an arm; a run that failed is a result as well."""
+def run_job(job: Job, result: Path) -> dict[str, Any]:
+    """Run an arm and leave its result; a run that failed is a result as well."""
     has_gpu = torch.cuda.is_available()
     if has_gpu and job.arm.limit_gb is not None:
         limit_memory(job.arm.limit_gb)
     link = measure_h2d_gbps(num_bytes=_LINK_BYTES) if has_gpu else None
     watch = LimitWatch(job.num_warmup, job.arm.num_steps, job.stop_at, link)
-    status: dict[str, Any] = {"status": "ok", "error": None, "data": {}}
+    status: dict[str, Any] = {"status": "ok", "error": None}
+    data: dict[str, str] = {}
+
+    def look() -> dict[str, Any]:
+        seen = watch.seen()
+        return {
+            **seen,
+            "resolved": {**seen["resolved"], "link_gbps": link},
+            "data": data,
+            "bins": watch.profile.bins() if watch.profile else None,
+            "imports_poros_hf": "poros_hf" in sys.modules,
+        }
+
+    kept = PartialResult(result, look)
+    watch.on_tick = kept.tick
     try:
-        status["data"] = train(job, watch)
+        train(job, watch, data)
     except Exception as error:  # noqa: BLE001 # a failed run is kept as an artifact
         text = traceback.format_exc().replace(f"{repository.ROOT}/", "")
-        status |= {"status": "oom" if is_out_of_memory(error) else "error", "error": text}
-    return {
-        **status,
-        "samples": watch.samples,
-        "resolved": {**watch.resolved, "link_gbps": link},
-        "bins": watch.profile.bins() if watch.profile else None,
-        "imports_poros_hf": "poros_hf" in sys.modules,
-    }
+        status = {"status": "oom" if is_out_of_memory(error) else "error", "error": text}
+    found = {**look(), **status}
+    kept.finish(found)
+    return found
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -177,8 +188,7 @@ def main() -> int:
     parser.add_argument("job", type=Path)
     parser.add_argument("result", type=Path)
     options = parser.parse_args()
-    result = run_job(Job.read(options.job))
-    options.result.write_text(json.dumps(result, indent=1) + "\n")
+    result = run_job(Job.read(options.job), options.result)
     if result["error"] is not None:
         print(str(result["error"]), file=sys.stderr)
     return 0 if result["status"] == "ok" else 1

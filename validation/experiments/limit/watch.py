@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ class LimitWatch(StepWatch):
     Args:
         num_warmup: Steps whose time stands apart.
         num_steps: Steps before the profiled one.
-        stop_at: Time (`time.time()`) after which no further step begins.
+        stop_at: Time (`time.time()`) after which the profiled step is the only one to begin.
         link_gbps: Measured host-to-device rate, 1e9 bytes per second; None without a GPU.
 
     Attributes:
@@ -64,6 +65,13 @@ class LimitWatch(StepWatch):
             error = planned_bytes / self.samples[-1]["peak_bytes"] - 1
             self.samples[-1]["planned_peak_bytes"] = planned_bytes
             self.samples[-1]["plan_error_percent"] = 100 * abs(error)
+
+    def _is_over(self) -> bool:
+        """As the base; where the time is over, one more step is made, and profiled."""
+        if len(self.samples) <= self._num_timed and time.time() > self._stop_at:
+            self._num_timed = len(self.samples)
+            return False
+        return super()._is_over()
 
     def _end_trace(self) -> None:
         assert self._trace is not None

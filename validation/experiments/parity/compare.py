@@ -64,10 +64,11 @@ def compare_tensors(first: Path, second: Path) -> dict[str, float]:
 
 
 def read_side(folder: Path) -> dict[str, Any]:
-    """Read what a side left; a side that was stopped left nothing and counts as cancelled."""
+    """Read what a side left; one that left nothing was stopped and counts as cancelled."""
     path = folder / RESULT
     if not path.exists():
-        return {"status": "cancelled", "error": f"{folder.name} was stopped", "command": []}
+        error = f"{folder.name} was stopped"
+        return {"status": "cancelled", "error": error, "command": [], "samples": []}
     result: dict[str, Any] = json.loads(path.read_text())
     return result
 
@@ -77,7 +78,8 @@ def make_samples(folders: tuple[Path, Path], sides: tuple[Side, Side]) -> list[d
     labels = (sides[0]["side"], sides[1]["side"])
     labels = labels if labels[0] != labels[1] else (labels[0], "again")
     samples = []
-    for pair in zip(sides[0]["samples"], sides[1]["samples"], strict=True):
+    # A side that was stopped has fewer.
+    for pair in zip(sides[0]["samples"], sides[1]["samples"], strict=False):
         step = pair[0]["step"]
         files = [gradient_file(folder, step) for folder in folders]
         sample = {"step": step, "grad_max_abs": pair[0]["grad_max_abs"]}
@@ -108,8 +110,25 @@ def make_record(
 ) -> schema.Record:
     """Compare two folders and build the artifact; failed sides give a record that says so."""
     sides = (read_side(folders[0]), read_side(folders[1]))
+    return compare_sides(arm, folders, sides, described)
+
+
+def compare_sides(
+    arm: Arm, folders: tuple[Path, Path], sides: tuple[Side, Side], described: Mapping[str, Any]
+) -> schema.Record:
+    """Build the artifact of two results and of the gradients in their folders.
+
+    A side that was stopped leaves the steps until then; if they differ, that is an error and not
+    only a run that was stopped.
+    """
     failed = next((side for side in sides if side["status"] != "ok"), None)
-    samples = [] if failed else make_samples(folders, sides)
+    status, error = (failed["status"], failed["error"]) if failed else ("ok", None)
+    is_compared = status in ("ok", "cancelled") and all(side["samples"] for side in sides)
+    samples = make_samples(folders, sides) if is_compared else []
+    if status == "cancelled" and any(sample["num_unequal"] for sample in samples):
+        status, error = "error", f"gradients differ; {error}"
+    if status == "ok" and len(sides[0]["samples"]) != len(sides[1]["samples"]):
+        status, error = "error", "one side made more steps than the other"
     resolved = {"recipe": asdict(arm.recipe)} | {
         "streaming": arm.streaming and asdict(arm.streaming),
         "num_layers": sides[1].get("num_layers"),
@@ -120,8 +139,8 @@ def make_record(
         {
             "id": "parity",
             "arm": arm.name,
-            "status": failed["status"] if failed else "ok",
-            "error": failed["error"] if failed else None,
+            "status": status,
+            "error": error,
             "started": sides[1].get("started", run.utc_stamp()),
             "command": [side["command"] for side in sides],
             "environment": dict(described),

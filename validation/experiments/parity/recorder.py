@@ -69,6 +69,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc] # transformers is not typ
     Args:
         folder: Where the gradient files go.
         moved_bytes: Returns the bytes streamed so far; None on the resident side.
+
+    Attributes:
+        on_step_closed: Called when a step is complete, outside of its time.
     """
 
     def __init__(self, folder: Path, moved_bytes: Callable[[], int] | None) -> None:
@@ -78,6 +81,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc] # transformers is not typ
         self._moved_before = 0
         self._begin = 0.0
         self._dump_ms = 0.0
+        self.on_step_closed: Callable[[], None] = lambda: None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the step before, open this one."""
@@ -140,3 +144,4 @@ class Recorder(TrainerCallback):  # type: ignore[misc] # transformers is not typ
         if self._moved_bytes is not None:
             sample["h2d_bytes"] = self._moved_bytes() - self._moved_before
         sample |= memory_bytes()
+        self.on_step_closed()

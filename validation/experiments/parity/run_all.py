@@ -2,9 +2,10 @@
 
 python -m validation.experiments.parity.run_all --models 32b 72b --artifacts DIR --budget-s 480
 
-Random models are made in a work folder and deleted with it; smollm2 needs `--smollm2`, the folder
-of its NF4 checkpoint (make_checkpoint --source), and `--rows`. An arm that does not fit the
-remaining time is named and left out; one that is stopped by it is kept as cancelled.
+Random models are made in a work folder and deleted with it, but with `--work DIR` they stay there
+for the next call of this or another experiment; smollm2 needs `--smollm2`, the folder of its NF4
+checkpoint (make_checkpoint --source), and `--rows`. An arm that does not fit the remaining time is
+named and left out; one that is stopped by it is kept as cancelled, with the steps compared so far.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +25,17 @@ from typing import Any
 import torch
 
 from validation.experiments.parity import compare
-from validation.experiments.parity.recipe import Arm, Model, Recipe, Streaming
+from validation.experiments.parity.checkpoints import (
+    LOADING_S,
+    NEEDED_GB,
+    describe_model,
+    random_model,
+    work_folders,
+)
+from validation.experiments.parity.recipe import RESULT, Arm, Model, Recipe, Streaming
 from validation.harness import run, schema
+from validation.harness.call import Call, Result, Watcher
+from validation.harness.partial import write_json
 
 _PACKAGE = "validation.experiments.parity"
 # In order of worth, should the time run out.
@@ -38,9 +47,8 @@ STREAMED: Mapping[str, Streaming] = {
     "s2-b4": Streaming(block_size=4),
     "s2-b1-r4": Streaming(resident_blocks=4),
 }
-# Checkpoint and gradients, in the work folder.
-NEEDED_GB = {"toy": 0.1, "smollm2": 1, "7b": 8, "32b": 22, "72b": 46}
-_FIRST_ARM_S = 15.0
+MODELS = ("toy", "smollm2", "7b", "32b", "72b")
+_STEPS_S = 5.0  # behind loading, and for comparing; no arm begins with less
 _DESCRIBE = (
     "import json; from validation.harness.machine import describe; print(json.dumps(describe()))"
 )
@@ -50,42 +58,29 @@ class Bench:
     """Runs the sides of arms in a work folder, writes artifacts, keeps a line about each arm.
 
     Args:
-        work: Folder for models and gradients.
+        call: Whose time it is.
+        work: Folder for gradients.
         artifacts: Where the records go.
-        budget_s: Seconds for everything, from now on.
     """
 
-    def __init__(self, work: Path, artifacts: Path, budget_s: float) -> None:
+    def __init__(self, call: Call, work: Path, artifacts: Path) -> None:
         self.lines: list[str] = []
         self.all_equal = True
+        self._call = call
         self._work = work
         self._artifacts = artifacts
-        self._end = time.monotonic() + budget_s
         self._machine = describe_machine()
-
-    @property
-    def left_s(self) -> float:
-        """Seconds left of the budget."""
-        return self._end - time.monotonic()
-
-    def make_model(self, shape: str, num_layers: int | None) -> Model:
-        """Write a random checkpoint and hash it.
-
-        Raises:
-            RuntimeError: It could not be written.
-        """
-        path = self._work / f"{shape}-model"
-        layers = [] if num_layers is None else ["--layers", str(num_layers)]
-        if not self._call("make_checkpoint", "--shape", shape, "--out", str(path), *layers):
-            raise RuntimeError(f"no checkpoint of {shape}")
-        return describe_model(path, f"qwen2.5 {shape} shape, random weights")
 
     def run_model(self, label: str, model: Model, recipe: Recipe, arms: list[str]) -> None:
         """Run the resident side once, and the self-pair and the streamed arms against it."""
         resident = self._work / f"{label}-resident"
         control = Arm(name=f"{label}-selfpair", model=model, recipe=recipe, streaming=None)
-        if not self._run_side(control, "resident", resident):
-            error = self._keep(control, resident, resident)["error"]
+        least_s = LOADING_S[label] + _STEPS_S
+        if not self._call.has_time(label, 2 * least_s):  # one side alone shows nothing
+            self.all_equal = False
+            return
+        if self._run_side(control, "resident", resident, lambda _: None)["status"] != "ok":
+            error = self._keep(control, resident, resident, None)["error"]
             shutil.rmtree(resident, ignore_errors=True)
             if recipe.strict_determinism and "deterministic implementation" in error:
                 self.run_model(label, model, replace(recipe, strict_determinism=False), arms)
@@ -99,46 +94,54 @@ class Bench:
             )
             for name in arms
         ]
-        longest_s = _FIRST_ARM_S
+        longest_s = least_s
         for arm in pairs:
-            if self.left_s < 1.2 * longest_s:
-                self._note(f"{arm.name:<32} left out, {self.left_s:.0f} s left")
-                continue
-            longest_s = max(longest_s, self._run_pair(arm, resident))
+            if self._call.has_time(arm.name, 1.2 * longest_s):
+                longest_s = max(longest_s, self._run_pair(arm, resident))
+            else:
+                self.lines.append(f"{arm.name:<36} left out")
         shutil.rmtree(resident)
 
     def _run_pair(self, arm: Arm, resident: Path) -> float:
         """Run the other side of an arm and compare; return the seconds it took."""
         begin, folder = time.monotonic(), self._work / arm.name
-        self._run_side(arm, "streamed" if arm.streaming else "resident", folder)
-        self._keep(arm, resident, folder)
+        artifact = run.ArtifactFile(self._artifacts)
+
+        def watch(result: Result) -> None:
+            sides = (compare.read_side(resident), result)
+            artifact.write(compare.compare_sides(arm, (resident, folder), sides, self._machine))
+
+        self._run_side(arm, "streamed" if arm.streaming else "resident", folder, watch)
+        self._keep(arm, resident, folder, artifact)
         shutil.rmtree(folder, ignore_errors=True)
         return time.monotonic() - begin
 
-    def _run_side(self, arm: Arm, side: str, folder: Path) -> bool:
+    def _run_side(self, arm: Arm, side: str, folder: Path, watch: Watcher) -> Result:
+        """Run a side, whose result lies in its folder, whatever ended it."""
         path = self._work / f"{arm.name}.json"
         arm.write(path)
-        return self._call("train_side", str(path), str(folder), "--side", side)
+        program = [f"{_PACKAGE}.train_side", str(path), str(folder), "--side", side]
+        folder.mkdir()
+        started = {"started": run.utc_stamp()}
+        result = self._call.run_side(
+            ["-m", *program],
+            folder / RESULT,
+            empty={"side": side, "command": [], "samples": []},
+            watch=lambda found: watch({**found, **started}),
+        )
+        result |= started
+        write_json(result, folder / RESULT)
+        return result
 
-    def _keep(self, arm: Arm, resident: Path, folder: Path) -> schema.Record:
+    def _keep(
+        self, arm: Arm, resident: Path, folder: Path, artifact: run.ArtifactFile | None
+    ) -> schema.Record:
         record = compare.make_record(arm, (resident, folder), self._machine)
-        run.write(record, self._artifacts)
+        (artifact or run.ArtifactFile(self._artifacts)).write(record)
         self.all_equal &= compare.is_equal(record)
-        self._note(compare.verdict(record))
+        self.lines.append(compare.verdict(record))
+        self._call.say(self.lines[-1])
         return record
-
-    def _note(self, line: str) -> None:
-        self.lines.append(line)
-        print(f"[{self.left_s:.0f} s left] {line}", flush=True)
-
-    def _call(self, program: str, *arguments: str) -> bool:
-        """Run a program of this experiment in its own process; stop it at the end of the budget."""
-        command = [sys.executable, "-m", f"{_PACKAGE}.{program}", *arguments]
-        try:
-            done = subprocess.run(command, check=False, timeout=max(1.0, self.left_s))
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
 
 
 def describe_machine() -> dict[str, Any]:
@@ -148,25 +151,6 @@ def describe_machine() -> dict[str, Any]:
     )
     machine: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return machine
-
-
-def describe_model(path: Path, identity: str) -> Model:
-    """Return a checkpoint with the hash of its shards."""
-    digest = run.sha256_of_shards(sorted(path.glob("*.safetensors")))
-    return Model(path=str(path), id=identity, sha256=digest)
-
-
-def choose_work_folder(needed_gb: float, parent: str | None) -> Path:
-    """Make a folder in `parent`; where that is None, in memory if it has room, else on disk.
-
-    Raises:
-        OSError: There is no room.
-    """
-    places = ("/dev/shm", tempfile.gettempdir()) if parent is None else (parent,)
-    for place in places:
-        if Path(place).is_dir() and shutil.disk_usage(place).free > 1e9 * needed_gb:
-            return Path(tempfile.mkdtemp(prefix="parity-", dir=place))
-    raise OSError(f"{needed_gb} GB free are needed in one of {', '.join(places)}")
 
 
 def touch_memory(num_gib: int) -> None:
@@ -179,7 +163,7 @@ def touch_memory(num_gib: int) -> None:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=NEEDED_GB, required=True)
+    parser.add_argument("--models", nargs="+", choices=MODELS, required=True)
     parser.add_argument("--arms", nargs="+", choices=STREAMED, default=list(STREAMED))
     parser.add_argument("--layers", type=int, help="of random models; default: all")
     parser.add_argument("--smollm2", type=Path, help="folder of the NF4 checkpoint")
@@ -188,7 +172,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--budget-s", type=float, default=480.0)
     parser.add_argument("--artifacts", type=Path, default=run.ARTIFACTS)
-    parser.add_argument("--work", help="where models and gradients go; default: where room is")
+    parser.add_argument("--work", type=Path, help="where checkpoints are kept between calls")
     parser.add_argument("--touch-gib", type=int, default=0, help="memory to write to at the start")
     return parser.parse_args(arguments)
 
@@ -196,23 +180,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run what the command line asks for; 0 where every arm that ran is equal."""
     options = parse(arguments)
-    if options.touch_gib:
-        touch_memory(options.touch_gib)
-    work = choose_work_folder(max(NEEDED_GB[label] for label in options.models), options.work)
-    try:
-        bench = Bench(work, options.artifacts, options.budget_s)
+    needed_gb = max(NEEDED_GB[label] for label in options.models)
+    folders = work_folders(options.work, needed_gb)
+    with Call(options.budget_s) as call, folders as (checkpoints, work):
+        if options.touch_gib:
+            touch_memory(options.touch_gib)
+        bench = Bench(call, work, options.artifacts)
         for label in options.models:
             length = {"num_steps": options.num_steps, "seq_len": options.seq_len}
             if label == "smollm2":
                 model = describe_model(options.smollm2, "SmolLM2-135M-Instruct")
                 recipe = Recipe(rows=str(options.rows), batch_size=2, **length)
             else:
-                model = bench.make_model(label, options.layers)
-                recipe = Recipe(rows="random", **length)
+                made = random_model(call, checkpoints, label, options.layers)
+                if made is None:
+                    bench.all_equal = False
+                    continue
+                model, recipe = made, Recipe(rows="random", **length)
             bench.run_model(label, model, recipe, options.arms)
-            shutil.rmtree(work / f"{label}-model", ignore_errors=True)
-    finally:
-        shutil.rmtree(work)
+            if options.work is None and label != "smollm2":
+                shutil.rmtree(model.path, ignore_errors=True)
     print(*bench.lines, sep="\n")
     return 0 if bench.all_equal else 1
 

@@ -18,6 +18,7 @@ import json
 import sys
 import traceback
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from validation.experiments.parity.recorder import Recorder, trainable
 from validation.experiments.parity.rows import load_rows
 from validation.experiments.parity.stock import load_resident
 from validation.harness import repository
+from validation.harness.partial import PartialResult
 from validation.harness.run import sha256_of, utc_stamp
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -105,8 +107,8 @@ def make_trainer(
     )
 
 
-def train(arm: Arm, side: str, out: Path) -> dict[str, Any]:
-    """Load, train, save; return what `compare` needs."""
+def train(arm: Arm, side: str, out: Path, found: dict[str, Any], kept: PartialResult) -> None:
+    """Load, train, save; put what `compare` needs into `found` as soon as it is known."""
     transformers.set_seed(arm.recipe.seed)
     torch.use_deterministic_algorithms(True, warn_only=not arm.recipe.strict_determinism)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -122,15 +124,19 @@ def train(arm: Arm, side: str, out: Path) -> dict[str, Any]:
     config: Any = model.config
     dataset, data = load_rows(arm.recipe, config.vocab_size)
     recorder = Recorder(out, None if streamer is None else lambda: int(streamer.moved_bytes))
+    recorder.on_step_closed = kept.write
+    found |= {
+        "samples": recorder.samples,
+        "data": data,
+        "num_layers": config.num_hidden_layers,
+        "plan": None if streamer is None else dataclasses.asdict(streamer.plan),
+    }
     trainer = make_trainer(model, arm, dataset, [*callbacks, recorder], out)
     fill_adapters(trainer.model, arm.recipe.seed)
     with warnings.catch_warnings(record=True) as caught:
         trainer.train()
     trainer.save_model(str(out / "adapter"))
-    return {
-        "samples": recorder.samples,
-        "data": data,
-        "num_layers": config.num_hidden_layers,
+    found |= {
         "trainer": {
             key: value
             for key, value in json.loads(trainer.args.to_json_string()).items()
@@ -144,6 +150,12 @@ def train(arm: Arm, side: str, out: Path) -> dict[str, Any]:
     }
 
 
+def look(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was found so far, with the steps that are complete."""
+    samples = [sample for sample in found["samples"] if "loss" in sample and "step_ms" in sample]
+    return {**found, "samples": samples, "imports_poros_hf": "poros_hf" in sys.modules}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("arm", type=Path)
@@ -151,23 +163,24 @@ def main() -> int:
     parser.add_argument("--side", choices=("resident", "streamed"), required=True)
     arguments = parser.parse_args()
     arm = read_arm(arguments.arm)
-    arguments.out.mkdir(parents=True)
-    result: dict[str, Any] = {
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {
         "side": arguments.side,
         "started": utc_stamp(),
         "command": [Path(sys.executable).name, "-m", f"{__spec__.name}", *sys.argv[1:]],
-        "status": "ok",
-        "error": None,
+        "samples": [],
     }
+    kept = PartialResult(arguments.out / RESULT, lambda: look(found))
+    status: dict[str, Any] = {"status": "ok", "error": None}
     try:
-        result |= train(arm, arguments.side, arguments.out)
+        train(arm, arguments.side, arguments.out, found, kept)
     except Exception as error:  # noqa: BLE001 # a failed run is kept as an artifact
         is_oom = isinstance(error, torch.cuda.OutOfMemoryError)
         text = traceback.format_exc().replace(f"{repository.ROOT}/", "")
-        result |= {"status": "oom" if is_oom else "error", "error": text}
-    result["imports_poros_hf"] = "poros_hf" in sys.modules
+        status = {"status": "oom" if is_oom else "error", "error": text}
+    result = {**look(found), **status}
     assert arguments.side == "streamed" or not result["imports_poros_hf"]
-    (arguments.out / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+    kept.finish(result)
     if result["error"]:
         print(result["error"], file=sys.stderr)
     return 0 if result["status"] == "ok" else 1

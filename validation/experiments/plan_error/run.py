@@ -8,48 +8,31 @@ See validation/protocols/plan-error.md. A shape whose time is over is named and 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-import subprocess
-import sys
-import time
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from validation.experiments.parity.run_all import choose_work_folder, describe_machine
+from validation.experiments.parity.checkpoints import work_folders
+from validation.experiments.parity.run_all import describe_machine
 from validation.experiments.plan_error.cases import CASES, SHAPES
-from validation.harness import repository, run, schema
+from validation.harness import run, schema
+from validation.harness.call import STARTUP_S, Call, Result, Watcher
 
 NEEDED_GB = 24.0
-_LEAST_S = 20.0
+_LEAST_S = STARTUP_S + 15.0  # no shape begins with less
 
 
-def run_shape(shape: str, work: Path, limit_s: float) -> dict[str, Any]:
+def run_shape(call: Call, shape: str, work: Path, watch: Watcher) -> Result:
     """Run a shape in a fresh process and return its result; one that failed is a result as well."""
-    folder = work / shape
-    folder.mkdir()
-    result = folder / "result.json"
-    program = "validation.experiments.plan_error.side"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", program, shape, str(result), str(folder)],
-            cwd=repository.ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder)},
-            check=False,
-            timeout=limit_s,
-            capture_output=True,
-            text=True,
+    with tempfile.TemporaryDirectory(prefix=f"{shape}-", dir=work) as name:
+        result = Path(name, "result.json")
+        return call.run_side(
+            ["-m", "validation.experiments.plan_error.side", shape, str(result), name],
+            result,
+            empty={"samples": []},
+            watch=watch,
+            env={"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": name},
         )
-        if result.exists():
-            values: dict[str, Any] = json.loads(result.read_text())
-            return {"status": "ok", "error": None, **values}
-        print(done.stderr[-4000:], file=sys.stderr)
-        return {"status": "error", "error": f"exit status {done.returncode}", "samples": []}
-    except subprocess.TimeoutExpired:
-        return {"status": "cancelled", "error": "stopped at the end of the budget", "samples": []}
-    finally:
-        shutil.rmtree(folder)
 
 
 def make_record(
@@ -68,7 +51,7 @@ def make_record(
             "config": {"cases": [list(case) for case in CASES], "poros": {"resident_blocks": 0}},
             "model": {"id": f"{shape} shape, random weights", "config": dict(SHAPES[shape])},
             "data": {"id": "random ids"},
-            "checks": {"all_cases": len(result["samples"]) >= len(CASES)},
+            "checks": {"all_cases": result["status"] == "ok"},
             "samples": result["samples"],
         }
     )
@@ -94,30 +77,35 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", default=",".join(shapes), help="separated by commas")
     parser.add_argument("--budget-s", type=float, default=240.0)
     parser.add_argument("--artifacts", type=Path, default=run.ARTIFACTS)
-    parser.add_argument("--work", help="where the models go; default: where room is")
+    parser.add_argument("--work", type=Path, help="folder for what is made and deleted")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the shapes; 0 where each is ok."""
-    end, options = time.time(), parse(arguments)
-    end += options.budget_s
-    work = choose_work_folder(NEEDED_GB if options.shapes != "toy" else 0.1, options.work)
-    machine, is_ok = describe_machine(), True
-    try:
+    options, is_ok = parse(arguments), True
+    folders = work_folders(options.work, NEEDED_GB if options.shapes != "toy" else 0.1)
+    with Call(options.budget_s) as call, folders as (_, work):
+        machine = describe_machine()
         for shape in options.shapes.split(","):
-            left_s = end - time.time()
-            if left_s < _LEAST_S:
-                print(f"{shape}: left out, {left_s:.0f} s left", flush=True)
+            if not call.has_time(shape, _LEAST_S):
                 is_ok = False
                 continue
-            started = run.utc_stamp()
-            record = make_record(shape, run_shape(shape, work, left_s), machine, started)
-            print(run.write(record, options.artifacts))
-            print(report(record), flush=True)
+            artifact, started = run.ArtifactFile(options.artifacts), run.utc_stamp()
+
+            def keep(
+                result: Result,
+                shape: str = shape,
+                to: run.ArtifactFile = artifact,
+                started: str = started,
+            ) -> schema.Record:
+                record = make_record(shape, result, machine, started)
+                to.write(record)
+                return record
+
+            record = keep(run_shape(call, shape, work, keep))
+            call.say(report(record))
             is_ok = is_ok and record["status"] == "ok"
-    finally:
-        shutil.rmtree(work)
     return 0 if is_ok else 1
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import shutil
+import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ from validation.experiments.plan_error.cases import (
     at_full_depth,
     make_config,
 )
+from validation.harness import repository
+from validation.harness.partial import PartialResult
 
 # The optimizer's states are there from the second step on.
 NUM_STEPS = 3
@@ -146,23 +150,27 @@ def plan_full(shape: str) -> dict[int, float]:
     }
 
 
-def run_shape(shape: str, work: Path) -> dict[str, Any]:
-    """Run every case of a shape."""
+def run_shape(
+    shape: str,
+    work: Path,
+    samples: list[dict[str, float]],
+    on_case: Callable[[], None] = lambda: None,
+) -> None:
+    """Run every case of a shape; `samples` has those that were run, and at the end all of them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    samples: list[dict[str, float]] = []
     made = None
     for num_layers, tokens in CASES:
         folder = work / f"model-{num_layers}"
         if made != num_layers:
             write_model(shape, num_layers, folder, device)
             made = num_layers
-        samples.append({"num_layers": num_layers, "tokens": tokens, **train(folder, tokens, work)})
+        sample = {"num_layers": num_layers, "tokens": tokens, **train(folder, tokens, work)}
+        error = 100 * (sample["planned_peak_bytes"] / sample["peak_bytes"] - 1)
+        samples.append({**sample, "few_layers_error_percent": error})
+        on_case()
         if (num_layers, tokens) == CASES[-1] or num_layers != CASES[-1][0]:
             shutil.rmtree(folder)
-    for sample in samples:
-        error = 100 * (sample["planned_peak_bytes"] / sample["peak_bytes"] - 1)
-        sample["few_layers_error_percent"] = error
-    return {"samples": [*samples, *at_full_depth(shape, samples, plan_full(shape))]}
+    samples += at_full_depth(shape, samples, plan_full(shape))
 
 
 def main() -> int:
@@ -171,9 +179,18 @@ def main() -> int:
     parser.add_argument("result", type=Path)
     parser.add_argument("work", type=Path)
     options = parser.parse_args()
-    result = run_shape(options.shape, options.work)
-    options.result.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    samples: list[dict[str, float]] = []
+    kept = PartialResult(options.result, lambda: {"samples": samples})
+    status: dict[str, Any] = {"status": "ok", "error": None}
+    try:
+        run_shape(options.shape, options.work, samples, kept.write)
+    except Exception as error:  # noqa: BLE001 # a failed run is kept as an artifact
+        is_oom = isinstance(error, torch.cuda.OutOfMemoryError)
+        text = traceback.format_exc().replace(f"{repository.ROOT}/", "")
+        status = {"status": "oom" if is_oom else "error", "error": text}
+        print(text, file=sys.stderr)
+    kept.finish({"samples": samples, **status})
+    return 0 if status["status"] == "ok" else 1
 
 
 if __name__ == "__main__":

@@ -2,43 +2,41 @@
 
     python -m validation.experiments.recipe_32b.run --budget-s 400
 
-The checkpoint and the rows are made in a work folder and deleted with it; `--checkpoint` takes one
-that the limit protocol made. Every arm is a fresh process under `accelerate launch`. The resident
-arm is first; the streamed one ends before the budget is spent, whatever step it has reached.
-See validation/protocols/recipe-32b.md.
+The rows are made in a work folder and deleted with it; so is the checkpoint, but with `--work DIR`
+it stays there, and the next call of this or another experiment finds it. Every arm is a fresh
+process under `accelerate launch`. The resident arm is first; the streamed one ends before the
+budget is spent, whatever step it has reached. What an arm has seen is in its artifact every few
+seconds, whatever ends it. See validation/protocols/recipe-32b.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from validation.experiments.parity.checkpoints import (
+    LOADING_S,
+    NEEDED_GB,
+    random_model,
+    work_folders,
+)
 from validation.experiments.parity.recipe import Model, Recipe
 from validation.experiments.parity.rows import load_rows
-from validation.experiments.parity.run_all import (
-    choose_work_folder,
-    describe_machine,
-    describe_model,
-    touch_memory,
-)
+from validation.experiments.parity.run_all import describe_machine, touch_memory
 from validation.experiments.parity.shapes import SHAPES
-from validation.harness import repository, run, schema
+from validation.harness import run, schema
+from validation.harness.call import Call, Result
 
-NEEDED_GB: Mapping[str, float] = {"toy": 0.1, "7b": 8, "32b": 22}
-_ROWS_GB = 0.1
 NUM_WARMUP = 5
 # Kept free at the end of an arm for saving, and at the end of everything for the artifact.
 _CLOSING_S = 15.0
 _RESIDENT_S = 120.0
+_STEPS_S = 30.0  # behind loading, to make the fewest steps; no arm begins with less
 Side = Literal["streamed", "resident"]
 SIDES: tuple[Side, Side] = ("resident", "streamed")
 FEWEST_STEPS: Mapping[Side, int] = {"streamed": 100, "resident": 20}
@@ -52,9 +50,10 @@ class Bench:
         shape: Name of the model's shape.
         num_steps: Optimizer steps that each arm is to make.
         fewest_steps: Optimizer steps below which an arm proves nothing.
-        end: Time (`time.time()`) at which everything has to be over.
+        work: Folder that is deleted at the end.
     """
 
+    call: Call
     shape: str
     seq_len: int
     num_steps: Mapping[Side, int]
@@ -64,28 +63,34 @@ class Bench:
     model: Model
     rows: Path
     data: Mapping[str, str]
-    end: float
 
-    def run_arm(self, side: Side, artifacts: Path) -> schema.Record:
-        """Run an arm in a fresh process and write its artifact."""
-        started, now = run.utc_stamp(), time.time()
-        limit = min(self.end, now + _RESIDENT_S) if side == "resident" else self.end
-        command = self._command(side, limit - _CLOSING_S)
-        try:
-            done = subprocess.run(
-                [sys.executable, *command],
-                cwd=repository.ROOT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.work)},
-                check=False,
-                timeout=max(1.0, limit + _CLOSING_S - now),
-            )
-            failure = {"status": "error", "error": f"exit status {done.returncode}, no result"}
-        except subprocess.TimeoutExpired:
-            failure = {"status": "cancelled", "error": "stopped at the end of the budget"}
-        result = self._read_result(side) or {**failure, "samples": [], "resolved": {}}
-        record = self._make_record(side, started, command, result)
-        print(run.write(record, artifacts))
+    def run_arm(self, side: Side, artifacts: Path) -> schema.Record | None:
+        """Run an arm in a fresh process and write its artifact; None where there is no time."""
+        if not self.call.has_time(self._arm(side), LOADING_S[self.shape] + _STEPS_S + _CLOSING_S):
+            return None
+        started, artifact = run.utc_stamp(), run.ArtifactFile(artifacts)
+        limit_s = min(self.call.left_s, _RESIDENT_S if side == "resident" else float("inf"))
+        command = self._command(side, time.time() + limit_s - _CLOSING_S)
+
+        def keep(result: Result) -> schema.Record:
+            record = self._make_record(side, started, command, result)
+            artifact.write(record)
+            return record
+
+        result = self.call.run_side(
+            command,
+            self._result_path(side),
+            empty={"samples": [], "resolved": {}},
+            watch=keep,
+            limit_s=limit_s + _CLOSING_S,
+            env={"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.work)},
+        )
+        record = keep(result)
+        self.call.say(report(record))
         return record
+
+    def _arm(self, side: Side) -> str:
+        return f"{self.shape}-{side}-{self.seq_len}"
 
     def _command(self, side: Side, stop_at: float) -> list[str]:
         config = "one_gpu.yaml" if self.machine["gpu"] else "cpu.yaml"
@@ -109,10 +114,6 @@ class Bench:
     def _result_path(self, side: Side) -> Path:
         return self.work / f"{side}.json"
 
-    def _read_result(self, side: Side) -> dict[str, Any] | None:
-        path = self._result_path(side)
-        return json.loads(path.read_text()) if path.exists() else None
-
     def _make_record(
         self, side: Side, started: str, command: list[str], result: Mapping[str, Any]
     ) -> schema.Record:
@@ -121,7 +122,7 @@ class Bench:
         return run.make_record(
             {
                 "id": "recipe-32b",
-                "arm": f"{self.shape}-{side}-{self.seq_len}",
+                "arm": self._arm(side),
                 "status": result["status"],
                 "error": result["error"],
                 "started": started,
@@ -148,23 +149,6 @@ class Bench:
             "enough_steps": len(samples) >= self.fewest_steps[side],
             "all_steps": len(samples) == self.num_steps[side],
         }
-
-
-def make_model(shape: str, num_layers: int | None, work: Path) -> Model:
-    """Write a random NF4 checkpoint from a process of its own, and hash it."""
-    path = work / "model"
-    layers = [] if num_layers is None else ["--layers", str(num_layers)]
-    program = "validation.experiments.parity.make_checkpoint"
-    command = [sys.executable, "-m", program, "--shape", shape, "--out", str(path), *layers]
-    subprocess.run(command, check=True)
-    return describe_model(path, f"qwen2.5 {shape} shape, random weights")
-
-
-def find_model(options: argparse.Namespace, work: Path) -> Model:
-    """Return the checkpoint that the command line names, or one that is made here."""
-    if options.checkpoint is None:
-        return make_model(options.shape, options.layers, work)
-    return describe_model(options.checkpoint, f"qwen2.5 {options.shape} shape, random weights")
 
 
 def make_rows(options: argparse.Namespace, work: Path) -> tuple[Path, dict[str, str]]:
@@ -196,9 +180,8 @@ def report(record: schema.Record) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=NEEDED_GB, default="32b")
+    parser.add_argument("--shape", choices=("toy", "7b", "32b"), default="32b")
     parser.add_argument("--layers", type=int, help="default: all of the shape")
-    parser.add_argument("--checkpoint", type=Path, help="of that shape; default: made here")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--num-steps", type=int, default=200, help="of the streamed arm")
     parser.add_argument("--num-resident-steps", type=int, default=30)
@@ -206,23 +189,25 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--budget-s", type=float, default=400.0)
     parser.add_argument("--artifacts", type=Path, default=run.ARTIFACTS)
-    parser.add_argument("--work", help="where the model goes; default: where room is")
+    parser.add_argument("--work", type=Path, help="where checkpoints are kept between calls")
     parser.add_argument("--touch-gib", type=int, default=0, help="memory to write to at the start")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run both arms; 0 where each is ok and passes every check."""
-    end, options = time.time(), parse(arguments)
-    end += options.budget_s
-    if options.touch_gib:
-        touch_memory(options.touch_gib)
-    machine = describe_machine()
-    needed_gb = NEEDED_GB[options.shape] if options.checkpoint is None else _ROWS_GB
-    work = choose_work_folder(needed_gb, options.work)
-    try:
+    options = parse(arguments)
+    folders = work_folders(options.work, NEEDED_GB[options.shape])
+    with Call(options.budget_s) as call, folders as (checkpoints, work):
+        if options.touch_gib:
+            touch_memory(options.touch_gib)
+        machine = describe_machine()
         rows, data = make_rows(options, work)
+        model = random_model(call, checkpoints, options.shape, options.layers)
+        if model is None:
+            return 1
         bench = Bench(
+            call=call,
             shape=options.shape,
             seq_len=options.seq_len,
             num_steps={"streamed": options.num_steps, "resident": options.num_resident_steps},
@@ -231,16 +216,13 @@ def main(arguments: list[str] | None = None) -> int:
             },
             work=work,
             machine=machine,
-            model=find_model(options, work),
+            model=model,
             rows=rows,
             data=data,
-            end=end,
         )
         records = [bench.run_arm(side, options.artifacts) for side in options.sides]
-    finally:
-        shutil.rmtree(work)
-    print(*map(report, records), sep="\n")
-    return 0 if all(r["status"] == "ok" and all(r["checks"].values()) for r in records) else 1
+    is_good = [r is not None and r["status"] == "ok" and all(r["checks"].values()) for r in records]
+    return 0 if all(is_good) else 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ and trains the stock 4-bit model with them: it never imports poros_hf.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import runpy
 import sys
@@ -25,6 +24,7 @@ import transformers.trainer
 from validation.experiments.parity.stock import load_resident
 from validation.experiments.recipe_32b.watch import StepWatch
 from validation.harness import repository
+from validation.harness.partial import PartialResult
 
 RECIPES = repository.ROOT / "recipes"
 
@@ -66,24 +66,30 @@ def train_resident(arguments: list[str]) -> None:
     trainer.save_model()
 
 
-def run_side(side: str, watch: StepWatch, arguments: list[str]) -> dict[str, Any]:
-    """Run an arm; a run that failed is a result as well."""
+def run_side(side: str, watch: StepWatch, arguments: list[str], result: Path) -> dict[str, Any]:
+    """Run an arm and leave its result; a run that failed is a result as well."""
     sys.path.insert(0, str(RECIPES))
     transformers.trainer.DEFAULT_CALLBACKS.append(watch)
     status: dict[str, Any] = {"status": "ok", "error": None}
+
+    def look() -> dict[str, Any]:
+        return {
+            **watch.seen(),
+            "under_accelerate": "ACCELERATE_MIXED_PRECISION" in os.environ,
+            "imports_poros_hf": "poros_hf" in sys.modules,
+        }
+
+    kept = PartialResult(result, look)
+    watch.on_tick = kept.tick
     try:
         (run_recipe if side == "streamed" else train_resident)(arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 # a failed run is kept as an artifact
         is_oom = isinstance(error, torch.cuda.OutOfMemoryError)
         text = traceback.format_exc().replace(f"{repository.ROOT}/", "")
         status = {"status": "oom" if is_oom else "error", "error": text}
-    return {
-        **status,
-        "samples": watch.samples,
-        "resolved": watch.resolved,
-        "under_accelerate": "ACCELERATE_MIXED_PRECISION" in os.environ,
-        "imports_poros_hf": "poros_hf" in sys.modules,
-    }
+    found = {**look(), **status}
+    kept.finish(found)
+    return found
 
 
 def main() -> int:
@@ -96,8 +102,7 @@ def main() -> int:
     end = sys.argv.index("--")
     options, arguments = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     watch = StepWatch(options.num_warmup, options.num_steps, options.stop_at)
-    result = run_side(options.side, watch, arguments)
-    options.result.write_text(json.dumps(result, indent=1) + "\n")
+    result = run_side(options.side, watch, arguments, options.result)
     if result["error"]:
         print(result["error"], file=sys.stderr)
     return 0 if result["status"] == "ok" else 1

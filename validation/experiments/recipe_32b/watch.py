@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -30,11 +31,14 @@ class StepWatch(TrainerCallback):  # type: ignore[misc] # transformers is not ty
     Attributes:
         samples: One a step.
         resolved: What the trainer was really told, and the plan of a streamed run.
+        on_tick: Called between two steps; what it takes is part of a step's time.
     """
 
     def __init__(self, num_warmup: int, num_steps: int, stop_at: float) -> None:
         self.samples: list[dict[str, float]] = []
         self.resolved: dict[str, Any] = {}
+        self.on_tick: Callable[[], None] = lambda: None
+        self._num_ended = 0
         self._num_warmup = num_warmup
         self._num_steps = num_steps
         self._stop_at = stop_at
@@ -68,23 +72,31 @@ class StepWatch(TrainerCallback):  # type: ignore[misc] # transformers is not ty
             name = "step_ms" if len(self.samples) > self._num_warmup else "warmup_step_ms"
             self.samples[-1][name] = 1e3 * (now - self._begin)
             self._take_logs(state)
+        self.on_tick()
         self.samples.append({"step": state.global_step + 1})
         self._moved_before = self._moved_bytes()
-        self._begin = time.perf_counter()
+        self._begin = now
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note transfers and memory; end the training when its time is over."""
         self.samples[-1] |= self._memory_bytes()
         if self._streamer is not None:
             self.samples[-1]["h2d_bytes"] = self._moved_bytes() - self._moved_before
-        if len(self.samples) >= self._num_steps or time.time() > self._stop_at:
+        self._num_ended = len(self.samples)
+        if self._is_over():
             control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Close the last step, which has no time, and keep the final plan."""
+        """Close the last step, which has no time."""
         self._take_logs(state)
-        if self._streamer is not None:
-            self.resolved["plan"] = asdict(self._streamer.plan)
+
+    def seen(self) -> dict[str, Any]:
+        """Return the samples of the steps that have ended, and what is resolved by now."""
+        plan = {} if self._streamer is None else {"plan": asdict(self._streamer.plan)}
+        return {"samples": self.samples[: self._num_ended], "resolved": self.resolved | plan}
+
+    def _is_over(self) -> bool:
+        return len(self.samples) >= self._num_steps or time.time() > self._stop_at
 
     def _memory_bytes(self) -> dict[str, int]:
         figures = memory_bytes()

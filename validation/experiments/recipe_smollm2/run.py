@@ -10,10 +10,6 @@ validation/protocols/recipe-smollm2.md.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,14 +19,17 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from validation.experiments.parity.run_all import describe_machine, describe_model
+from validation.experiments.parity.checkpoints import describe_model
+from validation.experiments.parity.run_all import describe_machine
 from validation.harness import repository, run, schema
+from validation.harness.call import STARTUP_S, Call, Watcher
 
 NUM_STEPS = 32
-_TIMEOUT_S = 300
+_SIDE_S = STARTUP_S + 15.0  # no side begins with less
 _COMMON = ("step", "tokens")
 _PAIRED = ("loss", "grad_norm", "step_ms", "peak_allocated_bytes", "peak_bytes", "peak_host_bytes")
 Side = Mapping[str, Any]
+ARMS = {"smollm2-selfpair": "again", "smollm2-streamed": "streamed"}
 
 
 def dequantise(nf4: Path, out: Path) -> None:
@@ -48,12 +47,14 @@ def dequantise(nf4: Path, out: Path) -> None:
     AutoTokenizer.from_pretrained(nf4).save_pretrained(out)
 
 
-def run_side(name: str, model: Path, work: Path, num_steps: int) -> Side:
+def run_side(
+    call: Call, name: str, model: Path, work: Path, num_steps: int, watch: Watcher
+) -> Side:
     """Run the recipe in a fresh process; `name` is streamed, resident or again."""
     result = work / f"{name}.json"
     config = "one_gpu.yaml" if torch.cuda.is_available() else "cpu.yaml"
     command = [
-        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("-m", "accelerate.commands.launch"),
         *("--config_file", f"recipes/accelerate/{config}"),
         *("-m", "validation.experiments.recipe_smollm2.side", str(result), str(num_steps), "--"),
         *("--model", str(model), "--output_dir", str(work / name), "--max_steps", str(num_steps)),
@@ -63,24 +64,20 @@ def run_side(name: str, model: Path, work: Path, num_steps: int) -> Side:
         *(("--resident_blocks", "0") if name == "streamed" else ("--resident",)),
     ]
     environment = {
-        **os.environ,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(work / "cache"),
     }
-    done = subprocess.run(
-        command, cwd=repository.ROOT, env=environment, check=False, timeout=_TIMEOUT_S
-    )
+    empty: dict[str, Any] = {"samples": [], "resolved": {}}
+    found = call.run_side(command, result, empty=empty, watch=watch, env=environment)
     adapter = work / name / "adapter_model.safetensors"
-    if done.returncode != 0 or not result.exists():
-        return {"samples": [], "error": f"{name}: exit status {done.returncode}"}
-    found: dict[str, Any] = json.loads(result.read_text())
-    return {**found, "error": None, "adapter_sha256": run.sha256_of([adapter])}
+    is_ok = found["status"] == "ok"
+    return {**found, "adapter_sha256": run.sha256_of([adapter]) if is_ok else ""}
 
 
 def pair_samples(resident: Side, other: Side) -> list[dict[str, float]]:
-    """Put the steps of two sides beside each other."""
-    pairs = zip(resident["samples"], other["samples"], strict=True)
+    """Put the steps that two sides made beside each other."""
+    pairs = zip(resident["samples"], other["samples"], strict=False)
     return [
         {
             **{key: one[key] for key in _COMMON if key in one},
@@ -105,23 +102,69 @@ def make_checks(arm: str, resident: Side, other: Side) -> dict[str, bool]:
 
 
 def make_record(arm: str, sides: tuple[Side, Side], fields: Mapping[str, Any]) -> schema.Record:
-    """Compare two sides; one that failed makes the record an error."""
+    """Compare two sides.
+
+    One that failed makes the record an error. One that was stopped leaves the steps until then, and
+    if they differ that is an error as well.
+    """
     resident, other = sides
-    error = resident["error"] or other["error"]
-    is_ok = error is None
+    failed = next((side for side in sides if side["status"] != "ok"), None)
+    status, error = (failed["status"], failed["error"]) if failed else ("ok", None)
+    samples = pair_samples(resident, other)
+    if status == "cancelled" and any(sample["unequal"] for sample in samples):
+        status, error = "error", f"steps differ; {error}"
+    if status == "ok" and len(resident["samples"]) != len(other["samples"]):
+        status, error = "error", "one side made more steps than the other"
     return run.make_record(
         {
             **fields,
             "id": "recipe-smollm2",
             "arm": arm,
-            "status": "ok" if is_ok else "error",
+            "status": status,
             "error": error,
             "command": ["python", "-m", "validation.experiments.recipe_smollm2.run"],
             "config": dict(other.get("resolved", {})),
-            "checks": make_checks(arm, resident, other) if is_ok else {},
-            "samples": pair_samples(resident, other) if is_ok else [],
+            "checks": make_checks(arm, resident, other) if status == "ok" else {},
+            "samples": samples,
         }
     )
+
+
+def report(record: schema.Record) -> str:
+    """Return one line about an arm."""
+    unequal = sum(sample["unequal"] for sample in record["samples"])
+    failed = [name for name, passed in record["checks"].items() if not passed]
+    return (
+        f"{record['arm']}: {record['status']}, {unequal} of {len(record['samples'])} steps"
+        f" differ{', NOT ' + ', '.join(failed) if failed else ''}"
+    )
+
+
+def run_pairs(
+    call: Call, model: Path, work: Path, options: argparse.Namespace, fields: Mapping[str, Any]
+) -> list[schema.Record]:
+    """Run the resident side, and each of the others against it."""
+    made: list[schema.Record] = []
+    if not call.has_time("resident", _SIDE_S):
+        return made
+    steps = options.num_steps
+    resident = run_side(call, "resident", model, work, steps, lambda result: None)
+    for arm, name in ARMS.items():
+        if not call.has_time(arm, _SIDE_S):
+            continue
+        artifact = run.ArtifactFile(options.artifacts)
+        stamped = {**fields, "started": run.utc_stamp()}
+
+        def keep(
+            other: Side, arm: str = arm, to: run.ArtifactFile = artifact, given: Any = stamped
+        ) -> schema.Record:
+            record = make_record(arm, (resident, other), given)
+            to.write(record)
+            return record
+
+        made.append(keep(run_side(call, name, model, work, steps, keep)))
+        call.say(report(made[-1]))
+    return made
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -131,9 +174,10 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("--model", type=Path, help="folder of a 16-bit checkpoint")
     what.add_argument("--nf4", type=Path, help="folder of an NF4 checkpoint")
     parser.add_argument("--num-steps", type=int, default=NUM_STEPS)
+    parser.add_argument("--budget-s", type=float, default=180.0)
     parser.add_argument("--artifacts", type=Path, default=run.ARTIFACTS)
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
+    with Call(options.budget_s) as call, tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         if options.nf4 is not None:
             dequantise(options.nf4, work / "model")
@@ -141,27 +185,13 @@ def main(arguments: list[str] | None = None) -> int:
         described = describe_model(model, "SmolLM2-135M-Instruct")
         rows = repository.ROOT / "recipes" / "data" / "humaneval_sft.jsonl"
         fields = {
-            "started": run.utc_stamp(),
             "environment": describe_machine(),
             "model": {"id": described.id, "sha256": described.sha256},
             "data": {"id": rows.name, "sha256": run.sha256_of([rows])},
         }
-        names = ("resident", "again", "streamed")
-        sides = {name: run_side(name, model, work, options.num_steps) for name in names}
-        pairs = (("smollm2-selfpair", "again"), ("smollm2-streamed", "streamed"))
-        records = [
-            make_record(arm, (sides["resident"], sides[name]), fields) for arm, name in pairs
-        ]
-    for record in records:
-        print(run.write(record, options.artifacts))
-        unequal = sum(sample["unequal"] for sample in record["samples"])
-        failed = [name for name, passed in record["checks"].items() if not passed]
-        print(
-            f"{record['arm']}: {record['status']}, {unequal} of {len(record['samples'])} steps"
-            f" differ{', NOT ' + ', '.join(failed) if failed else ''}"
-        )
+        records = run_pairs(call, model, work, options, fields)
     is_good = all(r["status"] == "ok" and all(r["checks"].values()) for r in records)
-    return 0 if is_good else 1
+    return 0 if is_good and len(records) == len(ARMS) else 1
 
 
 if __name__ == "__main__":

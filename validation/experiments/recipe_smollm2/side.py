@@ -6,9 +6,9 @@ accelerate launch -m validation.experiments.recipe_smollm2.side RESULT.json STEP
 from __future__ import annotations
 
 import hashlib
-import json
 import runpy
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from validation.experiments.parity.recorder import trainable
 from validation.experiments.recipe_32b.watch import StepWatch
 from validation.harness import repository
+from validation.harness.partial import PartialResult
 
 RECIPES = repository.ROOT / "recipes"
 
@@ -35,6 +36,11 @@ class HashWatch(StepWatch):
         """As the base, with the hash."""
         super().on_step_end(args, state, control)
         self.samples[-1]["sha256"] = hash_of(kwargs["model"])  # type: ignore[assignment]
+
+    def seen(self) -> dict[str, Any]:
+        """As the base; a step has ended when it has its hash."""
+        found = super().seen()
+        return {**found, "samples": [s for s in found["samples"] if "sha256" in s]}
 
     def _note_padding(self, model: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> None:
         mask = kwargs.get("attention_mask")
@@ -57,17 +63,25 @@ def main() -> int:
     arguments = sys.argv[end + 1 :]
     watch = HashWatch(0, num_steps, float("inf"))
     transformers.trainer.DEFAULT_CALLBACKS.append(watch)
+
+    def look() -> dict[str, Any]:
+        return {**watch.seen(), "imports_poros_hf": "poros_hf" in sys.modules}
+
+    kept = PartialResult(result, look)
+    watch.on_tick = kept.tick
     sys.path.insert(0, str(RECIPES))
     script = str(RECIPES / "sft_smollm2.py")
     sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
-    found = {
-        "samples": watch.samples,
-        "resolved": watch.resolved,
-        "imports_poros_hf": "poros_hf" in sys.modules,
-    }
-    result.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
+    status: dict[str, Any] = {"status": "ok", "error": None}
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 # a failed run is kept as an artifact
+        is_oom = isinstance(error, torch.cuda.OutOfMemoryError)
+        text = traceback.format_exc().replace(f"{repository.ROOT}/", "")
+        status = {"status": "oom" if is_oom else "error", "error": text}
+        print(text, file=sys.stderr)
+    kept.finish({**look(), **status})
+    return 0 if status["status"] == "ok" else 1
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -63,11 +64,13 @@ class MemorySampler:
     Attributes:
         samples: One a look, with `seconds` since the start and the `phase` of the moment.
         phase: What the process is doing, set by who does it.
+        on_look: Called behind every look of the thread.
     """
 
     def __init__(self, interval_s: float) -> None:
         self.samples: list[dict[str, float | str]] = []
         self.phase = "start"
+        self.on_look: Callable[[], None] = lambda: None
         self._interval_s = interval_s
         self._start = time.perf_counter()
         self._is_over = threading.Event()
@@ -97,6 +100,7 @@ class MemorySampler:
     def _work(self) -> None:
         while not self._is_over.wait(self._interval_s):
             self.look()
+            self.on_look()
 
 
 def _read(path: Path) -> str:

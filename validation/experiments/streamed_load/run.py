@@ -5,7 +5,8 @@
 Every arm writes two records: one of the protocol streamed-load, about rate and device memory while
 loading, and one of rss, about host memory over load and training. An arm's name says what it is:
 shape, source (bf16 or nf4), decoder layers where not all, `shm` where its checkpoint is in memory,
-strategy.
+strategy. `--work DIR` keeps checkpoints for the next call of this or another experiment: those in
+memory where DIR is in /dev/shm, and else those on a disk.
 """
 
 from __future__ import annotations
@@ -13,27 +14,31 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from validation.experiments.parity.checkpoints import (
+    LOADING_S,
+    find_or_make,
+    folder_of,
+    is_made,
+    making_s,
+)
 from validation.experiments.parity.run_all import describe_machine
 from validation.experiments.parity.shapes import SHAPES, qwen_config
 from validation.experiments.streamed_load.disk import evict, is_in_memory, read_rate_gbps
 from validation.experiments.streamed_load.quantisers import SHAPES as WEIGHTS
 from validation.experiments.streamed_load.quantisers import compare
 from validation.experiments.streamed_load.side import Job
-from validation.harness import repository, run, schema
+from validation.harness import run, schema
+from validation.harness.call import Call, Result
 
 _NAME = re.compile(
     r"(?P<shape>\w+)-(?P<source>bf16|nf4)(-l(?P<layers>\d+))?(?P<shm>-shm)?-(?P<strategy>\w+)"
@@ -41,6 +46,9 @@ _NAME = re.compile(
 _SPARE_BYTES = 10**9
 _DISK_BYTES = 6 * 10**9
 _MOST_CACHED = 0.01
+_STEPS_S = 10.0  # behind loading; no arm begins with less
+_QUANTISERS_S = 10.0
+PROTOCOLS = ("streamed-load", "rss")
 # Ordered so that a checkpoint is used by all its arms and then deleted.
 PLANS: Mapping[str, tuple[str, ...]] = {
     "h200": (
@@ -107,11 +115,11 @@ class LoadArm:
 class Bench:
     """What all arms share."""
 
+    call: Call
     machine: Mapping[str, Any]
     artifacts: Path
     num_steps: int
     seq_len: int
-    end: float
 
     def run_arm(self, arm: LoadArm, model: Path) -> list[schema.Record]:
         """Drop the caches, measure the disk, load in a fresh process, write both records."""
@@ -120,49 +128,43 @@ class Bench:
         on_disk = not is_in_memory(model)
         disk_gbps = read_rate_gbps(shards, _DISK_BYTES) if on_disk else None
         cached = evict(shards)
-        job = Job(
-            model=str(model),
-            work=str(model.parent),
-            strategy=arm.strategy,
-            num_steps=self.num_steps,
-            seq_len=self.seq_len,
-            disk_gbps=disk_gbps,
-        )
-        result = self._run_side(job)
-        checks = {
-            "on_disk": on_disk,
-            "caches_dropped": cached <= _MOST_CACHED * total,
-            **make_checks(arm, result, self.num_steps),
-        }
-        records = [
-            self._make_record(arm, protocol, model, result, checks)
-            for protocol in ("streamed-load", "rss")
-        ]
+        disk = {"on_disk": on_disk, "caches_dropped": cached <= _MOST_CACHED * total}
+        started = run.utc_stamp()
+        files = {protocol: run.ArtifactFile(self.artifacts) for protocol in PROTOCOLS}
+
+        def keep(result: Result) -> list[schema.Record]:
+            checks = {**disk, **make_checks(arm, result, self.num_steps)}
+            stamped = {**result, "started": started}
+            records = [self._make_record(arm, name, model, stamped, checks) for name in files]
+            for artifact, record in zip(files.values(), records, strict=True):
+                artifact.write(record)
+            return records
+
+        with tempfile.TemporaryDirectory(prefix="side-", dir=model.parent) as work:
+            job = Job(
+                model=str(model),
+                work=work,
+                strategy=arm.strategy,
+                num_steps=self.num_steps,
+                seq_len=self.seq_len,
+                disk_gbps=disk_gbps,
+            )
+            records = keep(self._run_side(job, keep))
         for record in records:
-            print(run.write(record, self.artifacts))
+            self.call.say(report(record))
         return records
 
-    def _run_side(self, job: Job) -> dict[str, Any]:
+    def _run_side(self, job: Job, keep: Callable[[Result], Any]) -> Result:
         job_path, result_path = (Path(job.work) / name for name in ("job.json", "result.json"))
         job_path.write_text(json.dumps(asdict(job)))
-        result_path.unlink(missing_ok=True)
         program = "validation.experiments.streamed_load.side"
-        started = run.utc_stamp()
-        failure: dict[str, Any] = {"load": {}, "losses": [], "samples": [], "log": []}
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", program, str(job_path), str(result_path)],
-                cwd=repository.ROOT,
-                env={**os.environ, "HF_HUB_OFFLINE": "1"},
-                check=False,
-                timeout=max(1.0, self.end - time.time()),
-            )
-            failure |= {"status": "error", "error": f"exit status {done.returncode}, no result"}
-        except subprocess.TimeoutExpired:
-            failure |= {"status": "cancelled", "error": "stopped at the end of the budget"}
-        is_there = result_path.exists()
-        result = json.loads(result_path.read_text()) if is_there else failure
-        return {**result, "started": started}
+        return self.call.run_side(
+            ["-m", program, str(job_path), str(result_path)],
+            result_path,
+            empty={"load": {}, "losses": [], "samples": [], "log": []},
+            watch=keep,
+            env={"HF_HUB_OFFLINE": "1"},
+        )
 
     def _make_record(
         self,
@@ -172,9 +174,10 @@ class Bench:
         result: Mapping[str, Any],
         checks: Mapping[str, bool],
     ) -> schema.Record:
-        samples = list(result["samples"])
+        samples, is_whole = list(result["samples"]), checks["trained"]
         if protocol == "streamed-load":
             samples = [{**result["load"]}] if result["load"] else []
+            is_whole = bool(samples)
         return run.make_record(
             {
                 "id": protocol,
@@ -193,7 +196,7 @@ class Bench:
                 },
                 "model": describe_checkpoint(model, arm),
                 "data": {"id": "random ids, seed 0", "sha256": ""},
-                "checks": dict(checks),
+                "checks": {**checks, "enough_steps": is_whole},
                 "samples": samples,
             }
         )
@@ -217,7 +220,8 @@ class Bench:
                 "samples": [compare(shape, device) for shape in WEIGHTS],
             }
         )
-        print(run.write(record, self.artifacts))
+        run.write(record, self.artifacts)
+        self.call.say(report(record))
         return record
 
 
@@ -253,8 +257,8 @@ def checkpoint_bytes(arm: LoadArm) -> int:
     return int(decoder + 4 * config.vocab_size * hidden)
 
 
-def make_checkpoint(arm: LoadArm, folder: Path) -> Path:
-    """Write an arm's checkpoint from a process of its own.
+def check_room(arm: LoadArm, folder: Path) -> None:
+    """Refuse an arm whose checkpoint has no room.
 
     Raises:
         OSError: There is no room for it.
@@ -265,31 +269,39 @@ def make_checkpoint(arm: LoadArm, folder: Path) -> Path:
             f"{arm.checkpoint} needs {needed / 1e9:.1f} GB in {folder}, free are {free / 1e9:.1f}: "
             "name an arm with fewer layers for the rate, and one with -shm for memory"
         )
-    out = folder / "model"
-    command = [sys.executable, "-m", "validation.experiments.parity.make_checkpoint"]
-    command += ["--shape", arm.shape, "--out", str(out)]
-    if arm.layers:
-        command += ["--layers", str(arm.layers)]
-    if arm.source == "bf16":
-        command += ["--in-16-bits"]
-    subprocess.run(command, check=True)
-    return out
 
 
-def run_arms(names: Sequence[str], bench: Bench, work: str | None) -> Iterator[schema.Record]:
-    """Run arms in order; each checkpoint is written once and deleted behind its last arm."""
+def run_arms(names: Sequence[str], bench: Bench, work: Path | None) -> Iterator[schema.Record]:
+    """Run arms in order; each checkpoint is written once and, but in `work`, deleted at the end."""
     arms = [LoadArm.parse(name) for name in names]
     for checkpoint in dict.fromkeys(arm.checkpoint for arm in arms):
         own = [arm for arm in arms if arm.checkpoint == checkpoint]
-        parent = "/dev/shm" if own[0].in_memory else work
-        folder = Path(tempfile.mkdtemp(prefix="load-", dir=parent))
-        try:
-            model = make_checkpoint(own[0], folder)
-            for arm in own:
-                if time.time() < bench.end:
-                    yield from bench.run_arm(arm, model)
-        finally:
-            shutil.rmtree(folder)
+        in_memory = own[0].in_memory
+        is_kept = work is not None and is_in_memory(work) == in_memory
+        parent = Path("/dev/shm") if in_memory and not is_kept else work
+        if is_kept:
+            assert work is not None
+            yield from run_own(own, bench, work)
+        else:
+            with tempfile.TemporaryDirectory(prefix="load-", dir=parent) as folder:
+                yield from run_own(own, bench, Path(folder))
+
+
+def run_own(arms: Sequence[LoadArm], bench: Bench, folder: Path) -> Iterator[schema.Record]:
+    """Run the arms of one checkpoint, which is in the folder or is made there."""
+    first, call = arms[0], bench.call
+    in_16_bits = first.source == "bf16"
+    path = folder_of(folder, first.shape, first.layers, in_16_bits=in_16_bits)
+    least_s = LOADING_S[first.shape] * (1 if first.in_memory else 2) + _STEPS_S
+    if not is_made(path):
+        needed_s = making_s(first.shape, first.layers, in_16_bits=in_16_bits) + least_s
+        if not call.has_time(", ".join(arm.name for arm in arms), needed_s):
+            return
+        check_room(first, folder)
+    model = find_or_make(call, folder, first.shape, first.layers, in_16_bits=in_16_bits)
+    for arm in arms:
+        if model is not None and call.has_time(arm.name, least_s):
+            yield from bench.run_arm(arm, model)
 
 
 def report(record: schema.Record) -> str:
@@ -316,22 +328,28 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--budget-s", type=float, default=340.0)
     parser.add_argument("--artifacts", type=Path, default=run.ARTIFACTS)
-    parser.add_argument("--work", help="folder for the checkpoints; default: as the protocol says")
+    parser.add_argument("--work", type=Path, help="where checkpoints are kept between calls")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the arms; 0 where each is ok."""
-    end, options = time.time(), parse(arguments)
-    bench = Bench(
-        machine=describe_machine(),
-        artifacts=options.artifacts,
-        num_steps=options.num_steps,
-        seq_len=options.seq_len,
-        end=end + options.budget_s,
-    )
-    records = [bench.run_quantisers()]
-    records += run_arms(options.arms or PLANS[options.plan], bench, options.work)
+    options = parse(arguments)
+    names = options.arms or PLANS[options.plan]
+    if options.work is not None:
+        options.work.mkdir(parents=True, exist_ok=True)
+    with Call(options.budget_s) as call:
+        bench = Bench(
+            call=call,
+            machine=describe_machine(),
+            artifacts=options.artifacts,
+            num_steps=options.num_steps,
+            seq_len=options.seq_len,
+        )
+        records = []
+        if call.has_time("quantisers", _QUANTISERS_S):
+            records.append(bench.run_quantisers())
+        records += run_arms(names, bench, options.work)
     print(*map(report, records), sep="\n")
     return 0 if all(record["status"] == "ok" for record in records) else 1
 

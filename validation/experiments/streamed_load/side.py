@@ -26,6 +26,7 @@ from validation.experiments.parity.recipe import Recipe
 from validation.experiments.parity.rows import load_rows
 from validation.experiments.streamed_load.memory import MemorySampler, device_bytes, process_bytes
 from validation.harness import repository
+from validation.harness.partial import PartialResult
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 INTERVAL_S = 0.25
@@ -113,21 +114,31 @@ class _Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def run_job(job: Job) -> dict[str, Any]:
-    """Load and train; a run that failed is a result as well."""
+def run_job(job: Job, path: Path) -> dict[str, Any]:
+    """Load and train, and leave the result; a run that failed is a result as well."""
     heard = _Heard()
     package = logging.getLogger("poros_hf")
     package.setLevel(logging.INFO)
     package.addHandler(heard)
-    result: dict[str, Any] = {"status": "ok", "error": None, "load": {}, "losses": []}
-    with MemorySampler(INTERVAL_S) as sampler:
+    found: dict[str, Any] = {"load": {}, "losses": []}
+    status: dict[str, Any] = {"status": "ok", "error": None}
+    sampler = MemorySampler(INTERVAL_S)
+
+    def look() -> dict[str, Any]:
+        return {**found, "samples": list(sampler.samples), "log": list(heard.lines)}
+
+    kept = PartialResult(path, look)
+    sampler.on_look = kept.tick
+    with sampler:
         try:
-            _run(job, sampler, result)
+            _run(job, sampler, found)
         except Exception as error:  # noqa: BLE001 # a failed run is kept as an artifact
             text = traceback.format_exc().replace(f"{repository.ROOT}/", "")
             is_oom = isinstance(error, torch.cuda.OutOfMemoryError)
-            result |= {"status": "oom" if is_oom else "error", "error": text}
-    return {**result, "samples": sampler.samples, "log": heard.lines}
+            status = {"status": "oom" if is_oom else "error", "error": text}
+    result = {**look(), **status}
+    kept.finish(result)
+    return result
 
 
 def _run(job: Job, sampler: MemorySampler, result: dict[str, Any]) -> None:
@@ -152,8 +163,7 @@ def main() -> int:
     parser.add_argument("job", type=Path)
     parser.add_argument("result", type=Path)
     options = parser.parse_args()
-    result = run_job(Job(**json.loads(options.job.read_text())))
-    options.result.write_text(json.dumps(result, indent=1) + "\n")
+    result = run_job(Job(**json.loads(options.job.read_text())), options.result)
     if result["error"] is not None:
         print(str(result["error"]), file=sys.stderr)
     return 0 if result["status"] == "ok" else 1
