@@ -368,6 +368,7 @@ class LayerReplayer:
         shape = self._shapes.get(layer_pass.shape_key(hidden))
         if shape is not None and (self.streamer.slot_of(block), layer_pass.memory) in shape.records:
             return True
+        self.streamer.end_sweeps()  # rows of the head lie where the record could work
         try:
             with self.streamer.hold(block):
                 self.find(layer_pass, hidden)

@@ -568,6 +568,28 @@ def test_larger_shape_finds_the_memory_of_the_smaller_ones_free(
     assert left == [[None]]
 
 
+def test_rows_of_the_head_are_given_back_before_anything_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the records would work beside them, in memory of their own."""
+    pair = make_pair()
+    order: list[str] = []
+    record, end_sweeps = CpuRuntime.record_work, pair.streamer.end_sweeps
+
+    def note_end() -> None:
+        order.append("rows end")
+        end_sweeps()
+
+    def note_record(runtime: CpuRuntime, work: Any) -> Any:
+        order.append("record")
+        return record(runtime, work)
+
+    monkeypatch.setattr(pair.streamer, "end_sweeps", note_end)
+    monkeypatch.setattr(CpuRuntime, "record_work", note_record)
+    assert train_both(pair, make_hidden())
+    assert order[:2] == ["rows end", "record"]
+
+
 def test_what_the_trial_took_is_given_back_before_the_first_record_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
