@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from poros_hf import PorosConfig, PorosOOMError, PorosStreaming, from_pretrained
 from poros_hf.hf.session import find_session
 from poros_hf.slots import SlotState
-from tests.gpu.training import clean_up, make_batch, streamed_model, train
+from tests.gpu.training import Gradients, clean_up, make_batch, streamed_model, train, unequal
 
 pytestmark = pytest.mark.gpu
 SEQ_LEN = 512
@@ -94,3 +94,29 @@ def test_layer_that_runs_out_is_named_and_leaves_no_slot_in_use(
         limited(2**60)
         del caught, error
         train(model, 1, lambda step: None)
+
+
+def gradients_of_two_lengths(checkpoint: Path, limit: Any) -> tuple[list[Gradients], int]:
+    """Train at one length, and at a shorter one behind `limit`; return how many are recorded."""
+
+    def short(model: Any, step: int) -> list[torch.Tensor]:
+        return [make_batch(model, step, 384)]
+
+    with streamed_model(checkpoint, PorosConfig(), poison=False) as (model, _):
+        train(model, 1, lambda step: None, lambda model, step: [make_batch(model, step, SEQ_LEN)])
+        torch.cuda.empty_cache()
+        limit(torch.cuda.memory_reserved() + 2**28)
+        gradients = train(model, 2, batches=short)
+        session = find_session(model)
+        assert session is not None
+        return gradients, len(session.replayer._shapes)
+
+
+def test_records_of_one_length_make_room_for_those_of_another(
+    wide_checkpoint: Path, limited: Any
+) -> None:
+    """The trial takes one weight of 283 MB in 16 bits, beside the pool that the others have."""
+    expected, both = gradients_of_two_lengths(wide_checkpoint, lambda num_bytes: None)
+    found, one = gradients_of_two_lengths(wide_checkpoint, limited)
+    assert (both, one) == (2, 1)
+    assert unequal(found, expected) == []
