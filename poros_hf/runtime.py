@@ -182,6 +182,11 @@ class Runtime(ABC):
         `refuse_kept_scratch`.
         """
 
+    def _note_scratch(self, memory: torch.Tensor) -> None:
+        # Where no layer is replayed nobody asks, and the list would grow for ever.
+        self._scratch = [kept for kept in self._scratch if not kept.expired()]
+        self._scratch.append(StorageWeakRef(memory.untyped_storage()))
+
     def refuse_kept_scratch(self) -> None:
         """Refuse to go on to a replay while somebody holds memory of `allocate_scratch`.
 
@@ -389,7 +394,7 @@ class CudaRuntime(Runtime):
         storage = self._recorder.allocate(num_bytes)
         with torch.inference_mode(False):
             memory = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        self._scratch.append(StorageWeakRef(memory.untyped_storage()))
+        self._note_scratch(memory)
         return memory
 
     def rng_state(self) -> tuple[int, int]:
@@ -591,7 +596,7 @@ class CpuRuntime(Runtime):
     def allocate_scratch(self, num_bytes: int) -> torch.Tensor:
         """See `Runtime.allocate_scratch`."""
         memory = self.allocate(num_bytes)
-        self._scratch.append(StorageWeakRef(memory.untyped_storage()))
+        self._note_scratch(memory)
         return memory
 
     def record_work(self, work: Callable[[], None]) -> Replay:

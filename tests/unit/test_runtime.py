@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from poros_hf.errors import HostSetupError
+from poros_hf.errors import HostSetupError, StreamStateError
 from poros_hf.runtime import (
     POISON,
     CpuRuntime,
@@ -304,6 +304,19 @@ def test_clear_sticky_error_swallows_the_error_of_the_next_launch(monkeypatch):
     monkeypatch.setattr(torch, "zeros", zeros)
     runtime._clear_sticky_error()
     assert launches == [(1,)]
+
+
+def test_scratch_that_is_gone_is_forgotten_without_a_replay():
+    runtime = CpuRuntime()
+    kept = runtime.allocate_scratch(8)
+    for _ in range(100):
+        runtime.allocate_scratch(8)
+    assert len(runtime._scratch) <= 2
+    with pytest.raises(StreamStateError, match="rows of the head"):
+        runtime.refuse_kept_scratch()
+    del kept
+    runtime.refuse_kept_scratch()
+    assert runtime._scratch == []
 
 
 def test_record_is_not_run_until_it_is_replayed_and_works_on_its_own_addresses():
