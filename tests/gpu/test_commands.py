@@ -15,6 +15,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from poros_hf.cli.main import main
+from tests.gpu.training import clean_up
+
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 POROS = [sys.executable, "-c", "import sys; from poros_hf.cli.main import main; sys.exit(main())"]
@@ -22,19 +25,10 @@ STEPS = 6
 DEVICE = "cuda"
 
 
-def poros(folder: Path, *words: str, status: int = 0) -> str:
-    """Run a command in a process of its own, and return what it printed on stdout."""
+def environment() -> dict[str, str]:
+    """Return an environment in which a process of any folder finds this package."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [*POROS, *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == status, done.stderr[-4000:]
-    return done.stdout
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +61,20 @@ def run_folder(wide_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def trained(run_folder: Path) -> dict[str, Any]:
-    """Train once and return what `--json` says."""
-    result: dict[str, Any] = json.loads(poros(run_folder, "train", "train.yaml", "--json"))
+    """Train once, in a process of its own, and return what `--json` says.
+
+    The other commands are called in this process: to start one takes longer than what it does.
+    """
+    done = subprocess.run(
+        [*POROS, "train", "train.yaml", "--json"],
+        cwd=run_folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
@@ -81,28 +87,27 @@ def test_train_reports_what_only_a_gpu_has(trained: dict[str, Any]) -> None:
     assert trained["tokens_per_s"] > 0
 
 
-def test_verify_finds_every_bit_equal(run_folder: Path) -> None:
-    found = json.loads(poros(run_folder, "verify", "train.yaml", "--steps", "3", "--json"))
+def test_verify_finds_every_bit_of_the_first_layers_equal(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run_folder)
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    clean_up()  # its two sides are processes of their own
+    assert main(["verify", "train.yaml", "--layers", "4", "--steps", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["is_equal"]
     assert (found["num_unequal"], found["max_abs_diff"]) == (0, 0.0)
+    assert (found["num_layers"], found["num_layers_whole"]) == (4, 6)
     assert found["num_blocks"] > found["num_slots"]
     assert found["moved_bytes"] > 0
 
 
-def test_verify_of_a_model_alone_takes_the_first_layers(
-    wide_checkpoint: Path, tmp_path: Path
-) -> None:
-    words = ["verify", "-m", str(wide_checkpoint), "--layers", "4", "--steps", "2", "--json"]
-    found = json.loads(poros(tmp_path, *words))
-    assert found["is_equal"]
-    assert (found["num_layers"], found["num_layers_whole"]) == (4, 6)
-
-
 @pytest.mark.usefixtures("trained")
 def test_merge_writes_dequantised_weights_with_the_update(
-    run_folder: Path, wide_checkpoint: Path
+    run_folder: Path, wide_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poros(run_folder, "merge", "out", "--out", "merged")
+    monkeypatch.chdir(run_folder)
+    assert main(["merge", "out", "--out", "merged"]) == 0
     name = "model.layers.5.mlp.down_proj"
     adapter = load_file(run_folder / "out" / "adapter_model.safetensors", device=DEVICE)
     config = json.loads((run_folder / "out" / "adapter_config.json").read_text())

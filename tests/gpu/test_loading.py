@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from poros_hf import PorosConfig, from_pretrained
 from poros_hf.arena import HostArena
@@ -16,6 +15,7 @@ from poros_hf.hf.session import find_session
 from poros_hf.runtime import CudaRuntime
 from tests.gpu.conftest import NUM_STEPS
 from tests.gpu.training import clean_up, streamed_model, train, unequal
+from validation.experiments.parity.make_checkpoint import write_random
 from validation.experiments.parity.shapes import qwen_config
 
 pytestmark = pytest.mark.gpu
@@ -27,10 +27,7 @@ def sixteen_bit_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = qwen_config("32b", 2)
     config.vocab_size = 4096
     folder = tmp_path_factory.mktemp("bf16") / "model"
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="500MB")
-    del model
+    write_random(config, folder, torch.device("cuda"), in_16_bits=True)
     clean_up()
     return folder
 
