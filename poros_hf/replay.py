@@ -287,7 +287,7 @@ class LayerReplayer:
         try:
             return run()
         except torch.OutOfMemoryError:
-            if not any(shape.records for shape in self._shapes.values()):
+            if not self._num_kept:
                 raise
         self.clear()  # behind `except`, whose traceback keeps records
         return run()
