@@ -205,6 +205,20 @@ def test_arm_that_was_stopped_behind_its_load_counts_for_the_load(tmp_path, monk
     assert found == {"streamed-load": True, "rss": False}
 
 
+@pytest.mark.parametrize("work_in_memory", [False, True])
+def test_checkpoint_lies_where_its_arm_says_and_is_kept_where_that_is_the_work_folder(
+    tmp_path, monkeypatch, work_in_memory
+):
+    given = []
+    monkeypatch.setattr(load_run, "is_in_memory", lambda path: work_in_memory)
+    monkeypatch.setattr(load_run, "run_own", lambda arms, bench, folder: given.append(folder) or [])
+    list(load_run.run_arms(["toy-nf4-streamed", "toy-nf4-shm-streamed"], None, tmp_path))
+    on_disk, in_memory = given
+    assert (on_disk == tmp_path, in_memory == tmp_path) == (not work_in_memory, work_in_memory)
+    assert on_disk.parent != tmp_path
+    assert in_memory == tmp_path or in_memory.parent == Path("/dev/shm")
+
+
 def test_arm_that_cannot_end_is_not_begun(tmp_path, capsys):
     bench = load_run.Bench(
         call=Call(10), machine=MACHINE, artifacts=tmp_path, num_steps=1, seq_len=8

@@ -277,12 +277,10 @@ def run_arms(names: Sequence[str], bench: Bench, work: Path | None) -> Iterator[
     for checkpoint in dict.fromkeys(arm.checkpoint for arm in arms):
         own = [arm for arm in arms if arm.checkpoint == checkpoint]
         in_memory = own[0].in_memory
-        is_kept = work is not None and is_in_memory(work) == in_memory
-        parent = Path("/dev/shm") if in_memory and not is_kept else work
-        if is_kept:
-            assert work is not None
+        if work is not None and is_in_memory(work) == in_memory:
             yield from run_own(own, bench, work)
         else:
+            parent = "/dev/shm" if in_memory else None
             with tempfile.TemporaryDirectory(prefix="load-", dir=parent) as folder:
                 yield from run_own(own, bench, Path(folder))
 
