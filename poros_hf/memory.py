@@ -118,7 +118,8 @@ def estimate(
     are_kept = workload.accumulation > 1
     early = gradients if are_kept else gradients // shapes.num_layers
     boundaries = one_boundary * _num_boundaries(shapes, workload, placement)
-    recompute = 0 if placement.uses_graphs else layer
+    is_eager = placement.resident_bytes > 0 and not workload.has_one_length
+    recompute = layer if is_eager or not placement.uses_graphs else 0
     if not workload.is_checkpointed:
         boundaries += round(terms.layer * kept) * (shapes.num_layers - 1)
     head = round(terms.head * head_bytes(shapes, workload))

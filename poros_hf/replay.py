@@ -219,6 +219,7 @@ class LayerReplayer:
         self._memories: dict[Any, KindMemory] = {}
         self._shapes: OrderedDict[Any, _Shape] = OrderedDict()
         self._shape_in_memory: _Shape | None = None
+        self._first_shape: Hashable = None
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._has_reserved = False
         streamer.on_slots_leaving(self.clear)
@@ -256,13 +257,17 @@ class LayerReplayer:
         """Tell whether a record will pay for itself.
 
         Making one takes about as long as it saves in a step. That of a slot serves many layers at
-        once; that of a resident block serves one, and is made when its shape comes again.
+        once; that of a resident block serves one, and is made when its shape comes again. The
+        first shape is taken for the only one: the plan has no room for a layer that runs beside
+        the records unless rows are known to vary.
         """
-        block = layer_pass.replayed.block
+        block, shape = layer_pass.replayed.block, layer_pass.shape_key(hidden)
         if self.micro_batch_size is not None or not self.streamer.is_resident(block):
             return True
-        key = (block, layer_pass.shape_key(hidden))
-        if key in self._seen:
+        if self._first_shape is None:
+            self._first_shape = shape
+        key = (block, shape)
+        if shape == self._first_shape or key in self._seen:
             return True
         self._seen[key] = None
         if len(self._seen) > _MAX_SHAPES * self.streamer.plan.num_blocks:

@@ -132,6 +132,8 @@ class Workload:
         trained_item_bytes: Bytes of one; TRL trains adapters of 4-bit models in bfloat16.
         optimizer: Name in TrainingArguments.
         is_checkpointed: Gradient checkpointing: one layer's activations are there at a time.
+        has_one_length: All rows are as long as the longest. Where they are not, resident blocks run
+            beside the records now and then; see replay.py.
         offloads_activations: What is kept between layers goes to host memory and comes back
             (`activation_offloading` of SFTConfig).
     """
@@ -146,6 +148,7 @@ class Workload:
     trained_item_bytes: int = 2
     optimizer: str = "adamw_torch_fused"
     is_checkpointed: bool = True
+    has_one_length: bool = True
     offloads_activations: bool = False
 
     @property

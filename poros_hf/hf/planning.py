@@ -108,6 +108,7 @@ def final_plan(
         trained_item_bytes=max(weight.element_size() for weight in trained),
         optimizer=str(getattr(arguments.optim, "value", arguments.optim)),
         is_checkpointed=bool(arguments.gradient_checkpointing),
+        has_one_length=has_one_length(arguments, rows),
         offloads_activations=bool(getattr(arguments, "activation_offloading", False)),
     )
     return fit(
@@ -163,6 +164,20 @@ def budget_bytes(config: PorosConfig, memory: DeviceMemory | None) -> int | None
             format_bytes(memory.available_bytes),
         )
     return min(asked, memory.available_bytes)
+
+
+def has_one_length(arguments: Any, rows: Any) -> bool:
+    """Tell whether all rows are known to be of one length, behind truncation and packing."""
+    if getattr(arguments, "packing", False):
+        return True
+    table = getattr(rows, "data", None)
+    if table is None or "input_ids" not in rows.column_names:
+        return False
+    import pyarrow.compute as pc  # comes with datasets
+
+    ends = pc.min_max(pc.list_value_length(table.column("input_ids"))).as_py()
+    limit = getattr(arguments, "max_length", None) or ends["max"]
+    return bool(min(ends["min"], limit) == min(ends["max"], limit))
 
 
 def longest_row(arguments: Any, rows: Any) -> int | None:

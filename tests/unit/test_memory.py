@@ -123,6 +123,14 @@ def test_tiles_of_the_head_lie_in_the_memory_of_records():
     assert device.graphs >= 2 * 32768 * 5120 * 2
 
 
+def test_layer_beside_the_records_is_counted_where_blocks_stay_and_rows_vary():
+    vary = replace(SMALL, has_one_length=False)
+    placed = replace(PLACED, uses_graphs=True)
+    assert estimate(TINY, SMALL, placed).recompute == 0
+    assert estimate(TINY, vary, placed).recompute > 0
+    assert estimate(TINY, vary, replace(placed, resident_bytes=0)).recompute == 0
+
+
 def test_boundaries_go_to_the_host_where_layers_are_replayed():
     placed = replace(PLACED, uses_graphs=True)
     long = Workload(tokens=8192, rank=1)
