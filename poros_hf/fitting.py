@@ -345,6 +345,8 @@ def _too_small(plan: Plan, budget: int) -> CapacityError:
     largest = sorted(asdict(plan.device).items(), key=lambda item: -item[1])[:4]
     held = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest)
     remedies = [f"set {name}={value}" for name, value in fitting.items()]
+    if not remedies and plan.job.config.vram_budget != "auto":
+        remedies = [f"raise vram_budget to {format_bytes(plan.needed_bytes)} or more"]
     return CapacityError(
         "vram-budget",
         f"training {plan.job.shapes.name} needs {format_bytes(plan.needed_bytes)} of device "

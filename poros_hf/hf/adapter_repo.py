@@ -16,7 +16,7 @@ from peft import PeftConfig, PeftModel
 from safetensors import safe_open
 
 from poros_hf.config import CONFIG_FILE, PorosConfig
-from poros_hf.errors import CheckpointError, ConfigError, HubError
+from poros_hf.errors import CheckpointError, ConfigError, HubError, PorosError
 from poros_hf.hf.adapter_file import ADAPTER_CONFIG, ADAPTER_FILE
 from poros_hf.hf.refusals import refuse_adapter
 from poros_hf.hub import Repository, looks_like_path
@@ -77,17 +77,26 @@ class AdapterRepository:
         Args:
             model: The streamed base.
             is_trainable: Whether the adapter is to be trained on.
+
+        Raises:
+            CheckpointError: It was trained on a model of another shape.
         """
         # PEFT makes adapters in the type of the base or, with autocast, in float32, whatever they
         # were saved in. The saved type decides, and with it the bits of the trained model.
         is_float32 = self._is_saved_in_float32()
-        return PeftModel.from_pretrained(
-            model,
-            str(self._folder),
-            is_trainable=is_trainable,
-            autocast_adapter_dtype=is_float32,
-            low_cpu_mem_usage=not is_float32,
-        )
+        try:
+            return PeftModel.from_pretrained(
+                model,
+                str(self._folder),
+                is_trainable=is_trainable,
+                autocast_adapter_dtype=is_float32,
+                low_cpu_mem_usage=not is_float32,
+            )
+        except (RuntimeError, ValueError) as error:
+            is_shape = "size mismatch" in str(error)
+            if isinstance(error, PorosError) or not (is_shape or "Target modules" in str(error)):
+                raise
+            raise self._other_base(str(error)) from error
 
     def _is_saved_in_float32(self) -> bool:
         with safe_open(self._folder / ADAPTER_FILE, framework="pt") as file:
@@ -104,6 +113,20 @@ class AdapterRepository:
                 remedies=["upgrade peft", "save the adapter anew"],
                 repository=self._source.name,
             ) from error
+
+    def _other_base(self, reason: str) -> CheckpointError:
+        lines = [line.strip() for line in reason.splitlines()]
+        first = next((line for line in lines if line.startswith("size mismatch")), lines[0])
+        named = self._adapter.base_model_name_or_path
+        return CheckpointError(
+            "adapter-other-base",
+            f"the adapter {self._source.name} does not fit {self.base_model}; it was trained on "
+            f"{named!r} ({first})",
+            remedies=["name the base that it was trained on (--base, or base_model=)"],
+            repository=self._source.name,
+            base_model=self.base_model,
+            trained_on=named,
+        )
 
     def _named_base(self) -> str:
         name = self._adapter.base_model_name_or_path

@@ -256,10 +256,25 @@ def _yaml_value(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"not a YAML value: {text!r}") from error
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a name that stands twice: YAML would take the last, and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value!r} stands here for the second time",
+                    problem_mark=key.start_mark,
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
 def _read_yaml(parser: argparse.ArgumentParser, path: Path, *, is_strict: bool) -> dict[str, Any]:
     """Read a file of arguments; code from a repository is never allowed by a file."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), _UniqueKeys)
     except (OSError, yaml.YAMLError) as error:
         parser.error(f"{path} cannot be read: {error}")
     if not isinstance(values, Mapping):

@@ -102,7 +102,7 @@ def merge(
     _refuse_kind(source.name, repository.peft_config)
     base = repository.base_model
     config = repository.stored_config()
-    with claimed(folder, may_hold_files=False):
+    with claimed(folder, may_hold_files=False, remedies=["name an empty or new folder with --out"]):
         location: dict[str, Any] = {
             "revision": repository.base_revision,
             "trust_remote_code": trust_remote_code,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,12 @@ from filelock import FileLock, Timeout
 
 from poros_hf.errors import CapacityError, ConfigError, HostSetupError, name_offenders
 from poros_hf.units import format_bytes
+
+_REMEDIES_OF_A_RUN = (
+    "name another output_dir",
+    "go on from its newest checkpoint with --resume",
+    "replace files of the same names with --overwrite",
+)
 
 
 def lock_file(folder: Path) -> Path:
@@ -20,7 +26,9 @@ def lock_file(folder: Path) -> Path:
 
 
 @contextmanager
-def claimed(folder: Path, *, may_hold_files: bool) -> Iterator[None]:
+def claimed(
+    folder: Path, *, may_hold_files: bool, remedies: Sequence[str] = _REMEDIES_OF_A_RUN
+) -> Iterator[None]:
     """Hold an output folder for the length of a `with` block; it is made if need be.
 
     The system lets go of it when the process ends, however that happens.
@@ -29,6 +37,7 @@ def claimed(folder: Path, *, may_hold_files: bool) -> Iterator[None]:
         folder: Where a run writes.
         may_hold_files: Whether something may be in it: the run goes on from it, or replaces files
             of the same names.
+        remedies: What to do where something is in it and must not be.
 
     Raises:
         ConfigError: Another run holds it, or something is in it. Nothing is changed.
@@ -40,11 +49,7 @@ def claimed(folder: Path, *, may_hold_files: bool) -> Iterator[None]:
             raise ConfigError(
                 "output-not-empty",
                 f"{folder} is not empty ({name_offenders(found)}); nothing was changed",
-                remedies=[
-                    "name another output_dir",
-                    "go on from its newest checkpoint with --resume",
-                    "replace files of the same names with --overwrite",
-                ],
+                remedies=remedies,
                 path=str(folder),
                 num_files=len(found),
             )

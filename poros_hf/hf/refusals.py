@@ -35,6 +35,14 @@ def refuse_arguments(args: Any) -> None:
             ],
             arguments=offending,
         )
+    max_length = getattr(args, "max_length", None)
+    if max_length is not None and max_length < 1:
+        raise ConfigError(
+            "training-arguments",
+            f"max_length={max_length} leaves no token of a row",
+            remedies=["set max_length=1024, say", "set max_length=null, to cut no row"],
+            arguments=["max_length"],
+        )
 
 
 def refuse_micro_batches(config: PorosConfig, args: Any) -> None:

@@ -51,7 +51,12 @@ _MAY_BE_EMPTY = {"prompt"}
 _MESSAGE_KEYS = (("role", "content"), ("from", "value"))
 _ROWS_TO_KNOW_COLUMNS = 100
 _TREE_COLUMNS = {"message_id", "parent_id", "role", "text", "lang", "rank"}
-_ROLES = {"prompter": "user", "assistant": "assistant"}
+_ROLES = {  # of OpenAssistant and ShareGPT
+    "prompter": "user",
+    "human": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+}
 
 # For base models whose tokenizer brings none. It needs no token that the model does not know.
 PLAIN_CHAT_TEMPLATE = (
@@ -79,7 +84,8 @@ def load_rows(
 
     Returns:
         A Dataset or IterableDataset with the columns of one of `COLUMN_SETS`, and one row or more.
-        Rows of Alpaca's columns become prompts and completions of one message each.
+        Rows of Alpaca's columns become prompts and completions of one message each, and messages
+        of ShareGPT's keys, `from` and `value`, those of `role` and `content`.
 
     Raises:
         RowsError: There is no such data, it cannot be read, is empty, has other columns, or rows
@@ -108,7 +114,7 @@ def _checked(source: Any, rows: Any, split: str, language: str) -> Any:
         )
     columns = _find_columns(source, rows)
     _check_values(source, rows, columns)
-    return _from_alpaca(rows) if columns == ALPACA_COLUMNS else rows
+    return _from_alpaca(rows) if columns == ALPACA_COLUMNS else _with_roles(rows, first, columns)
 
 
 def best_conversations(messages: Iterable[Any], language: str) -> Dataset:
@@ -342,6 +348,35 @@ def _from_alpaca(rows: Any) -> Any:
         }
 
     return rows.map(convert, remove_columns=list(rows.column_names or ()))
+
+
+def _with_roles(rows: Any, first: dict[str, Any], columns: tuple[str, ...]) -> Any:
+    """Write ShareGPT's messages with the keys and roles that chat templates know.
+
+    TRL renames the keys of a column `conversations` only, and leaves `human` and `gpt`, which most
+    templates write down like any other role.
+    """
+    names = [
+        name
+        for name in columns
+        if isinstance(first.get(name), list)
+        and any(isinstance(turn, dict) and "from" in turn for turn in first[name])
+    ]
+    if not names:
+        return rows
+
+    def convert(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: [_with_role(turn) for turn in row[name]] for name in names}
+
+    return rows.map(convert)
+
+
+def _with_role(turn: dict[str, Any]) -> dict[str, Any]:
+    turn = dict(turn)
+    who, what = turn.pop("from", None), turn.pop("value", None)
+    if who is None:  # this one is written with a role
+        return turn
+    return {**turn, "role": _ROLES.get(who, who), "content": what}
 
 
 def _not_readable(source: str | Path, error: BaseException) -> RowsError:

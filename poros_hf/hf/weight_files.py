@@ -12,6 +12,7 @@ from typing import Any
 
 from poros_hf.arena import check_ram
 from poros_hf.config import PorosConfig
+from poros_hf.errors import CheckpointError
 from poros_hf.hf.model_shapes import shapes_from_config
 from poros_hf.hf.output_folder import check_disk
 from poros_hf.hub import Repository
@@ -37,12 +38,20 @@ def check_local_files(
         CheckpointError: A file is missing, damaged or pickled, or index and shards disagree.
     """
     folder = _local_folder(source, subfolder)
-    if folder is not None:
-        check_folder(
-            folder,
-            is_quantised=getattr(model_config, "quantization_config", None) is not None,
-            weights_name=getattr(model_config, "transformers_weights", None),
-            variant=variant,
+    if folder is None:
+        return
+    headers = check_folder(
+        folder,
+        is_quantised=getattr(model_config, "quantization_config", None) is not None,
+        weights_name=getattr(model_config, "transformers_weights", None),
+        variant=variant,
+    )
+    if not headers and source.is_folder:
+        raise CheckpointError(
+            "checkpoint-empty",
+            f"{folder} has a config.json, and no weights in safetensors",
+            remedies=["finish its download, or copy the weights there", "name another folder"],
+            file=str(folder),
         )
 
 

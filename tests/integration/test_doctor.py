@@ -30,7 +30,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "measure_rates", lambda runtime: RATES)
 
 
-def test_doctor_finds_nothing_wrong_without_a_gpu(capsys: Any) -> None:
+def test_doctor_finds_nothing_wrong_without_a_gpu(
+    capsys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = {item["name"]: item for item in report["findings"]}
@@ -41,6 +43,7 @@ def test_doctor_finds_nothing_wrong_without_a_gpu(capsys: Any) -> None:
     assert found["streaming"]["numbers"]["max_abs_difference"] == 0
     assert found["streaming"]["numbers"]["moved_bytes"] > 0
     assert report["gpu"] is None
+    assert "without PorosStreaming" not in caplog.text
 
 
 def test_every_finding_that_is_not_ok_says_what_to_do(capsys: Any) -> None:

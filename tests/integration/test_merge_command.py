@@ -169,7 +169,10 @@ def test_merge_leaves_a_folder_with_files_alone(
     adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["merge", str(adapter), "--out", str(adapter)]) == 1
-    assert "[output-not-empty]" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "[output-not-empty]" in said
+    assert "--out" in said
+    assert "--resume" not in said
     assert (adapter / "adapter_model.safetensors").is_file()
 
 
@@ -231,3 +234,21 @@ def test_merge_refuses_names_that_nobody_could_load(
         merge(adapter, tmp_path / "merged")
     assert caught.value.slug == "merge-names"
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 96}, {"family": "gpt2"}], ids=["size", "names"])
+def test_merge_refuses_another_base_and_leaves_nothing(
+    change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = make_adapter(
+        write_tiny_model(tmp_path / "base", "llama"),
+        tmp_path / "adapter",
+        target_modules=["q_proj"],
+    )
+    other = write_tiny_model(tmp_path / "other", **{"family": "llama", **change})
+    words = ["merge", str(adapter), "--out", str(tmp_path / "out"), "--base", str(other)]
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert f"[adapter-other-base] the adapter {adapter} does not fit {other}" in said
+    assert str(tmp_path / "base") in said
+    assert not (tmp_path / "out").exists()

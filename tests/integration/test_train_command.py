@@ -244,6 +244,7 @@ def test_train_overwrites_when_it_is_told_to(write: Callable[..., Path], tmp_pat
         ({"model": "./no-such"}, [], "hub-folder"),
         ({"dataset": "no-such.jsonl"}, [], "rows-not-found"),
         ({"max_length": 4}, [], "rows-nothing-to-learn"),
+        ({"max_length": -5}, [], "training-arguments"),
         ({"target_modules": ["query_key_value"]}, [], "adapter-targets"),
         ({"use_dora": True}, [], "adapter-kind"),
         ({"torch_compile": True}, [], "training-arguments"),
@@ -350,3 +351,40 @@ def test_train_warns_of_long_rows_by_line(
     with caplog.at_level(logging.WARNING):
         assert train(write(max_steps=1)) == 0
     assert any(f"{path}:17" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_train_names_a_folder_that_has_no_weights(
+    write: Callable[..., Path],
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "half", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert train(write(model=str(tmp_path / "half"))) == 1
+    said = capsys.readouterr().err
+    assert (
+        f"error: [checkpoint-empty] {tmp_path / 'half'} has a config.json, and no weights" in said
+    )
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_train_refuses_a_key_that_stands_twice(
+    write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write()
+    path.write_text(path.read_text() + "r: 8\n")
+    assert train(path) == 1
+    said = capsys.readouterr().err
+    assert "error: [train-file]" in said
+    assert "'r' stands here for the second time" in said
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_train_says_to_raise_a_budget_that_the_file_sets(
+    write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(write(vram_budget="1MiB")) == 1
+    said = capsys.readouterr().err
+    assert "error: [vram-budget]" in said
+    assert "Do one of: raise vram_budget to " in said

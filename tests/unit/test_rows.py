@@ -356,3 +356,26 @@ def test_load_rows_names_rows_without_a_value(gap: Any) -> None:
         load_rows(rows)
     assert caught.value.slug == "rows-incomplete"
     assert (caught.value.details["num_incomplete"], caught.value.details["first"]) == (1, 2)
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+@pytest.mark.parametrize("is_stream", [False, True], ids=["file", "stream"])
+def test_sharegpt_messages_get_the_roles_that_templates_know(
+    column: str, is_stream: bool, tmp_path: Path
+) -> None:
+    turns = [("system", "Be brief."), ("human", "One and one? "), ("gpt", "Two.")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        json.dumps({column: [{"from": who, "value": what} for who, what in turns]}) + "\n"
+    )
+    options = {"data_files": str(path), "split": "train", "streaming": True}
+    source = datasets.load_dataset("json", **options) if is_stream else path
+    assert list(load_rows(source)) == [{column: CHAT}]
+
+
+def test_sharegpt_messages_beside_others_in_one_file_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    odd = [{"from": "human", "value": "One and one? "}, {"from": "gpt", "value": "Two."}]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (odd, CHAT[1:])))
+    first, second = load_rows(str(path))
+    assert first == second == {"messages": CHAT[1:]}
