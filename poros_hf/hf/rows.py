@@ -85,7 +85,8 @@ def load_rows(
     Returns:
         A Dataset or IterableDataset with the columns of one of `COLUMN_SETS`, and one row or more.
         Rows of Alpaca's columns become prompts and completions of one message each, and messages
-        of ShareGPT's keys, `from` and `value`, those of `role` and `content`.
+        of ShareGPT's keys, `from` and `value`, those of `role` and `content`. `conversations` are
+        named `messages`.
 
     Raises:
         RowsError: There is no such data, it cannot be read, is empty, has other columns, or rows
@@ -351,11 +352,16 @@ def _from_alpaca(rows: Any) -> Any:
 
 
 def _with_roles(rows: Any, first: dict[str, Any], columns: tuple[str, ...]) -> Any:
-    """Write ShareGPT's messages with the keys and roles that chat templates know.
+    """Write ShareGPT's messages with the column, keys and roles that chat templates know.
 
-    TRL renames the keys of a column `conversations` only, and leaves `human` and `gpt`, which most
-    templates write down like any other role.
+    TRL takes `conversations` with `from` and `value` alone, and those in no other column. It leaves
+    `human` and `gpt`, which most templates write down like any other role.
     """
+    if columns == ("conversations",):
+        if "messages" in (rows.column_names or ()):  # they are not what the rows are
+            rows = rows.remove_columns("messages")
+        rows = rows.rename_column("conversations", "messages")
+        columns, first = ("messages",), {"messages": first.get("conversations")}
     names = [
         name
         for name in columns

@@ -388,3 +388,20 @@ def test_train_says_to_raise_a_budget_that_the_file_sets(
     said = capsys.readouterr().err
     assert "error: [vram-budget]" in said
     assert "Do one of: raise vram_budget to " in said
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+@pytest.mark.parametrize("keys", [("role", "content"), ("from", "value")], ids="-".join)
+def test_train_shows_human_and_gpt_as_user_and_assistant(
+    column: str,
+    keys: tuple[str, str],
+    write: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    roles = ("human", "gpt") if keys[0] == "from" else ("user", "assistant")
+    turns = [dict(zip(keys, turn, strict=True)) for turn in zip(roles, ("Hi", "Ho"), strict=True)]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({column: turns}) + "\n")
+    assert train(write(max_length=128, max_steps=1)) == 0
+    said = capsys.readouterr().out
+    assert "User: Hi\n\nAssistant: Ho" in said

@@ -370,7 +370,7 @@ def test_sharegpt_messages_get_the_roles_that_templates_know(
     )
     options = {"data_files": str(path), "split": "train", "streaming": True}
     source = datasets.load_dataset("json", **options) if is_stream else path
-    assert list(load_rows(source)) == [{column: CHAT}]
+    assert list(load_rows(source)) == [{"messages": CHAT}]
 
 
 def test_sharegpt_messages_beside_others_in_one_file_are_told_apart(tmp_path: Path) -> None:
@@ -379,3 +379,9 @@ def test_sharegpt_messages_beside_others_in_one_file_are_told_apart(tmp_path: Pa
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (odd, CHAT[1:])))
     first, second = load_rows(str(path))
     assert first == second == {"messages": CHAT[1:]}
+
+
+def test_conversations_with_roles_are_messages(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"conversations": CHAT, "messages": None}) + "\n")
+    assert list(load_rows(path)) == [{"messages": CHAT}]
