@@ -264,6 +264,7 @@ bf16: {bf16}
 fp16: {fp16}
 gradient_checkpointing: true
 logging_steps: 5
+logging_first_step: true  # so that something is seen at once
 save_strategy: steps
 save_steps: 100
 save_total_limit: 2
