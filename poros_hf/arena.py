@@ -23,7 +23,7 @@ from poros_hf.bounce import CopyRates
 from poros_hf.environment import read_host_memory, read_lock_limit
 from poros_hf.errors import CapacityError, HostSetupError
 from poros_hf.oom import host_out_of_memory
-from poros_hf.runtime import Runtime
+from poros_hf.runtime_base import Runtime
 from poros_hf.units import format_bytes
 
 logger = logging.getLogger(__name__)

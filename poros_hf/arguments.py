@@ -10,7 +10,7 @@ import torch
 
 # Passed down to every layer, and read by none: the loss uses it.
 _NOT_READ = frozenset({"num_items_in_batch"})
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _Taker:
             self.names.append(name)
             self.parts.append((name, value.dtype, value.shape, value.stride()))
             return _Hole(len(self.tensors) - 1)
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN_TYPES):
             self.parts.append((name, value))
             return value
         if type(value) in (tuple, list):

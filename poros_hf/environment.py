@@ -272,25 +272,20 @@ def private_pool_bytes() -> int:
 
     Their memory is in use without being counted as allocated. Takes milliseconds.
     """
-    if not torch.cuda.is_available():
-        return 0
-    segments = torch.cuda.memory_snapshot()
-    return sum(
-        int(segment["total_size"])
-        for segment in segments
-        if tuple(segment["segment_pool_id"]) != (0, 0)
-    )
+    return sum(total for total, _ in _private_segments())
 
 
 def idle_pool_bytes() -> int:
     """Return what lies in such pools and is not allocated: nothing else can have it."""
-    if not torch.cuda.is_available():
-        return 0
-    return sum(
-        int(segment["total_size"]) - int(segment["allocated_size"])
-        for segment in torch.cuda.memory_snapshot()
-        if tuple(segment["segment_pool_id"]) != (0, 0)
-    )
+    return sum(total - allocated for total, allocated in _private_segments())
+
+
+def _private_segments() -> Iterator[tuple[int, int]]:
+    """Yield size and allocated bytes of every segment that lies in a pool of its own."""
+    segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
+    for segment in segments:
+        if tuple(segment["segment_pool_id"]) != (0, 0):
+            yield int(segment["total_size"]), int(segment["allocated_size"])
 
 
 def query_smi(what: str, fields: Sequence[str]) -> list[list[str]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from poros_hf.arguments import PLAIN_TYPES
 from poros_hf.linear import StreamedLinear4bit
 from poros_hf.nf4 import HostParams4bit
 
@@ -34,7 +35,6 @@ _NOT_COMPARED = frozenset(
         "_poros_hold",
     }
 )
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 Place = tuple[dict[str, Any], str]
 
@@ -162,15 +162,15 @@ def _own_settings(own: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _is_simple(value: Any) -> bool:
     """Tell whether a copy of `value` can be compared with it as it is."""
     if type(value) is dict:
-        return all(isinstance(item, _PLAIN) for item in value.values())
+        return all(isinstance(item, PLAIN_TYPES) for item in value.values())
     if type(value) in (list, tuple):
-        return all(isinstance(item, _PLAIN) for item in value)
-    return isinstance(value, _PLAIN)
+        return all(isinstance(item, PLAIN_TYPES) for item in value)
+    return isinstance(value, PLAIN_TYPES)
 
 
 def _plain(value: Any) -> Hashable:
     """Return something that is equal only if the value is."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN_TYPES):
         return value
     if isinstance(value, dict):
         return tuple((key, _plain(item)) for key, item in value.items())

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from poros_hf.errors import StreamStateError
 from poros_hf.oom import Situation, explained
-from poros_hf.runtime import Runtime
+from poros_hf.runtime_base import Runtime
 from poros_hf.store import HostStore
 
 WEIGHT = "weight"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from poros_hf.runtime import Runtime
+from poros_hf.runtime_base import Runtime
 from poros_hf.units import GB, MIB
 
 _LINK_BYTES = 256 * MIB

@@ -32,7 +32,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from poros_hf.arguments import Arguments
 from poros_hf.layer_kind import LayerKind, describe
 from poros_hf.numeric_mode import NumericMode
-from poros_hf.runtime import Replay
+from poros_hf.runtime_base import Replay
 from poros_hf.static_memory import FlatTensors, StaticMemory, bytes_of
 from poros_hf.streamer import Streamer
 

@@ -18,7 +18,7 @@ import torch
 
 from poros_hf.errors import StreamStateError
 from poros_hf.planner import StreamPlan
-from poros_hf.runtime import Runtime
+from poros_hf.runtime_base import Runtime
 
 
 class SlotState(enum.Enum):

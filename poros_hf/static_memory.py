@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from poros_hf.runtime import Runtime
+from poros_hf.runtime_base import Runtime
 from poros_hf.units import align_up
 
 

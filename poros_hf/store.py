@@ -15,7 +15,7 @@ import torch
 
 from poros_hf.arena import HostArena
 from poros_hf.errors import CheckpointError, StreamStateError, name_offenders
-from poros_hf.runtime import Runtime
+from poros_hf.runtime_base import Runtime
 from poros_hf.units import align_up
 
 EMBEDDING = "embedding"

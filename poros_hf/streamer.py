@@ -22,7 +22,7 @@ from poros_hf.matrix import HostMatrix
 from poros_hf.memory import HEAD_TILE_ROWS
 from poros_hf.oom import PorosOOMError, Situation, explained, in_block, out_of_memory
 from poros_hf.planner import StreamPlan
-from poros_hf.runtime import Runtime, TransferTimes
+from poros_hf.runtime_base import Runtime, TransferTimes
 from poros_hf.slots import SlotPool, SlotState
 from poros_hf.store import EMBEDDING, HEAD, HostStore, block_key
 

@@ -23,7 +23,7 @@ from poros_hf.hf.refusals import refuse_adapters, refuse_arguments, refuse_micro
 from poros_hf.hf.session import QUANTISED_HERE, StreamSession, find_session
 from poros_hf.hf.towers import refuse_tower_adapters
 from poros_hf.planner import plan_stream
-from poros_hf.runtime import TransferTimes
+from poros_hf.runtime_base import TransferTimes
 from poros_hf.units import GB, format_bytes
 
 logger = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ from poros_hf.nf4 import (
 from poros_hf.oom import Situation, explained
 from poros_hf.planner import block_size, plan_stream
 from poros_hf.replay import LayerReplayer
-from poros_hf.runtime import Runtime
+from poros_hf.runtime_base import Runtime
 from poros_hf.store import HostStore, TensorSpec, block_key, total_bytes
 from poros_hf.streamer import Streamer
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from poros_hf.errors import TrainingGuardError, name_offenders
-from poros_hf.runtime import HostRead, Runtime
+from poros_hf.runtime_base import HostRead, Runtime
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from poros_hf import PorosConfig
+from poros_hf.cpu_runtime import CpuReplay
 from poros_hf.hf.session import find_session
 from poros_hf.replay import LayerPass, LayerReplayer
-from poros_hf.runtime import CpuReplay
 from tests.gpu.training import Gradients, make_batch, resident_model, streamed_model, train, unequal
 from tests.parity.faults import static_gradients
 from validation.experiments.parity.recorder import trainable

@@ -17,13 +17,13 @@ from trl import DPOConfig, SFTConfig
 
 import poros_hf
 from poros_hf import PorosConfig, PorosStreaming
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.environment import DeviceMemory
 from poros_hf.errors import CapacityError, UnsupportedModelError
 from poros_hf.fitting import cheapest, with_value
 from poros_hf.hf import planning
 from poros_hf.hf.model_shapes import shapes_from_config, shapes_of_model
 from poros_hf.hf.session import find_session
-from poros_hf.runtime import CpuRuntime
 from poros_hf.shapes import Hardware, Workload
 from poros_hf.units import GIB, MIB
 from tests.tiny import FAMILIES, NUM_LAYERS, tiny_config

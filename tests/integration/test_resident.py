@@ -189,7 +189,7 @@ def test_deleted_model_waits_for_copies_that_are_under_way(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import poros_hf.hf.quantizer
-    from poros_hf.runtime import CpuRuntime
+    from poros_hf.cpu_runtime import CpuRuntime
 
     runtime = CpuRuntime(lazy=True)
     monkeypatch.setattr(poros_hf.hf.quantizer, "runtime_for", lambda device: runtime)

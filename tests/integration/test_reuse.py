@@ -18,10 +18,10 @@ from trl import SFTConfig, SFTTrainer
 
 import poros_hf
 from poros_hf import PorosConfig, PorosStreaming, PorosTrainer
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.errors import ConfigError, RowsError
 from poros_hf.hf.adapter_file import check_saved_adapter
 from poros_hf.hf.session import find_session
-from poros_hf.runtime import CpuRuntime
 from poros_hf.slots import SlotState
 from tests.integration.stock import IDS, load_stock, logits
 

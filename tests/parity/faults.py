@@ -32,7 +32,7 @@ def release_before_backward() -> None:
 
 def missing_wait() -> None:
     """Compute waits for the first copy into a slot and for no later one."""
-    from poros_hf.runtime import CpuRuntime
+    from poros_hf.cpu_runtime import CpuRuntime
 
     original = CpuRuntime.wait
     waited: set[Any] = set()

@@ -135,7 +135,7 @@ def load_streamed(case: Case, folder: Path) -> tuple[Any, list[Any]]:
     """Load the streamed model."""
     import poros_hf.hf.quantizer
     from poros_hf import PorosConfig, PorosStreaming
-    from poros_hf.runtime import CpuRuntime
+    from poros_hf.cpu_runtime import CpuRuntime
 
     poros_hf.hf.quantizer.runtime_for = lambda device: CpuRuntime(lazy=case.lazy_copies)
     config = PorosConfig(

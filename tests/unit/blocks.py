@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from poros_hf.config import PorosConfig
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.planner import StreamPlan, plan_stream
-from poros_hf.runtime import CpuRuntime, Runtime
+from poros_hf.runtime_base import Runtime
 from poros_hf.store import HostStore, TensorSpec, block_key
 from poros_hf.streamer import Streamer
 

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.layers import BlockHold, swap_class
 from poros_hf.linear import StreamedLinear4bit, WeightHandle
 from poros_hf.nf4 import TableCache, WeightFormat, placeholder, take_apart, tensor_specs
 from poros_hf.planner import StreamPlan
 from poros_hf.replay import LayerReplayer
-from poros_hf.runtime import CpuRuntime
 from poros_hf.store import HostStore, block_key
 from poros_hf.streamer import Streamer
 

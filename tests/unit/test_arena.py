@@ -17,9 +17,9 @@ import torch
 from poros_hf import arena as arena_module
 from poros_hf.arena import HostArena
 from poros_hf.bounce import CopyRates
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.environment import HostMemory
 from poros_hf.errors import CapacityError, HostSetupError
-from poros_hf.runtime import CpuRuntime
 from poros_hf.units import ALIGNMENT_BYTES, align_up
 
 

@@ -11,11 +11,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from poros_hf.config import PorosConfig
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.errors import UnsupportedModelError
 from poros_hf.linear import StreamedLinear4bit, WeightHandle
 from poros_hf.nf4 import TableCache, WeightFormat, placeholder, take_apart, tensor_specs
 from poros_hf.planner import plan_stream
-from poros_hf.runtime import CpuRuntime
 from poros_hf.slots import SlotState
 from poros_hf.store import HostStore, block_key
 from poros_hf.streamer import Streamer

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.errors import StreamStateError
 from poros_hf.matrix import WEIGHT, HostMatrix
 from poros_hf.oom import PorosOOMError
-from poros_hf.runtime import CpuRuntime
 from poros_hf.store import HEAD, HostStore, TensorSpec
 
 ROWS, COLUMNS = 20, 6

@@ -13,11 +13,11 @@ from accelerate.utils.memory import find_executable_batch_size, should_reduce_ba
 from poros_hf import oom
 from poros_hf.arena import HostArena
 from poros_hf.config import PorosConfig
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.environment import DeviceMemory, GpuProcess
 from poros_hf.errors import CapacityError
 from poros_hf.fitting import Job, cheapest, fit, with_value
 from poros_hf.oom import PorosOOMError, Situation, explained, out_of_memory
-from poros_hf.runtime import CpuRuntime
 from poros_hf.shapes import Hardware, Workload
 from poros_hf.units import GIB, MIB
 from tests.unit.shape_cases import QWEN_32B

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from poros_hf import probe
-from poros_hf.runtime import CpuRuntime, runtime_for
+from poros_hf.cpu_runtime import CpuRuntime
+from poros_hf.runtime import runtime_for
 
 
 def test_rates_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import poros_hf.replay
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.oom import PorosOOMError
 from poros_hf.planner import StreamPlan
-from poros_hf.runtime import CpuRuntime
 from poros_hf.slots import SlotState
 from tests.unit.replayed_layers import (
     WIDTH,

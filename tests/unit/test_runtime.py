@@ -7,15 +7,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.errors import HostSetupError, StreamStateError
-from poros_hf.runtime import (
-    POISON,
-    CpuRuntime,
-    CudaRuntime,
-    HostRead,
-    TransferTimes,
-    runtime_for,
-)
+from poros_hf.runtime import CudaRuntime, runtime_for
+from poros_hf.runtime_base import POISON, HostRead, TransferTimes
 from tests.unit.blocks import make_streamer
 
 OLD, NEW = 1, 2

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from poros_hf.config import PorosConfig
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.errors import StreamStateError
 from poros_hf.planner import StreamPlan, plan_stream
-from poros_hf.runtime import POISON, CpuRuntime
+from poros_hf.runtime_base import POISON
 from poros_hf.slots import SlotPool, SlotState
 
 SIZES = (64, 32, 48, 16)

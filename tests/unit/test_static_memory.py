@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from poros_hf.runtime import CpuRuntime
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.static_memory import FlatTensors, StaticMemory, bytes_of
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.errors import CheckpointError, HostSetupError, StreamStateError
-from poros_hf.runtime import CpuRuntime
 from poros_hf.store import (
     EMBEDDING,
     HEAD,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.errors import StreamStateError
-from poros_hf.runtime import CpuRuntime
 from poros_hf.slots import SlotState
 from poros_hf.streamer import Streamer
 from tests.unit.blocks import block_tensors, holds_block, make_plan, make_store, make_streamer

@@ -17,9 +17,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from poros_hf.cpu_runtime import CpuRuntime
 from poros_hf.errors import StreamStateError
 from poros_hf.planner import StreamPlan
-from poros_hf.runtime import CpuRuntime
 from poros_hf.slots import SlotPool, SlotState
 from poros_hf.store import HostStore
 from poros_hf.streamer import Lease, Streamer
