@@ -1,8 +1,9 @@
 """Guards: stop a training that learns nothing, or that goes on with numbers that are not finite.
 
-What a guard needs from the device on the step path is read without waiting: the answer has
-arrived by the time Trainer itself has looked at the loss. Only the first optimizer step, where
-adapters are looked at one by one, is allowed to wait.
+What a guard needs from the device on the step path is read without waiting. There are two
+exceptions: the first optimizer steps, where adapters are looked at one by one; and, ahead of every
+optimizer step, the loss, for which the host waits until the forward that gave it has run. Backward
+is queued by then and goes on, and Trainer's own wait for it is off (see PorosStreaming).
 """
 
 from __future__ import annotations

@@ -103,10 +103,8 @@ def merge(
     base = repository.base_model
     config = repository.stored_config()
     with claimed(folder, may_hold_files=False, remedies=["name an empty or new folder with --out"]):
-        location: dict[str, Any] = {
-            "revision": repository.base_revision,
-            "trust_remote_code": trust_remote_code,
-        }
+        location: dict[str, Any] = {"revision": repository.base_revision}
+        location["trust_remote_code"] = trust_remote_code
         model_config = read_config(base, config, **location)
         item_bytes = getattr(torch, config.compute_dtype).itemsize
         weights = meta_model(model_config).parameters()
@@ -119,11 +117,8 @@ def merge(
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
             beside = Path(name)
             writer = _ShardWriter(beside, shard_bytes, say)
-            num_merged = _write_weights(model, getattr(torch, config.compute_dtype), writer)
-            _refuse_other_names(writer.names, known)
-            num_shards = writer.finish()
+            num_merged, num_shards = _write_model(model, config.compute_dtype, writer, known)
             _write_tokenizer(source, base, location, beside)
-            _write_config(model.get_base_model(), config.compute_dtype, beside)
             _move(beside, folder)
     return MergeResult(
         folder=folder,
@@ -133,6 +128,17 @@ def merge(
         num_shards=num_shards,
         num_bytes=writer.num_bytes,
     )
+
+
+def _write_model(
+    model: Any, compute_dtype: str, writer: _ShardWriter, known: set[str] | None
+) -> tuple[int, int]:
+    """Write weights and config; return how many weights were merged, and the number of files."""
+    num_merged = _write_weights(model, getattr(torch, compute_dtype), writer)
+    _refuse_other_names(writer.names, known)
+    num_shards = writer.finish()
+    _write_config(model.get_base_model(), compute_dtype, writer.folder)
+    return num_merged, num_shards
 
 
 def _refuse_kind(name: str, config: Any) -> None:
@@ -260,7 +266,7 @@ class _ShardWriter:
         self.names: set[str] = set()
         self.num_bytes = 0
         self._files: dict[str, int] = {}
-        self._folder = folder
+        self.folder = folder
         self._shard_bytes = shard_bytes
         self._say = say
         self._open: Tensors = {}
@@ -288,13 +294,13 @@ class _ShardWriter:
             for number in range(1, self._count + 1)
         }
         for number, name in names.items():
-            self._path(number).rename(self._folder / name)
+            self._path(number).rename(self.folder / name)
         if self._count > 1:
             index = {
                 "metadata": {"total_size": self.num_bytes},
                 "weight_map": {name: names[number] for name, number in self._files.items()},
             }
-            (self._folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            (self.folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         return self._count
 
     def _flush(self) -> None:
@@ -307,7 +313,7 @@ class _ShardWriter:
         self._open, self._open_bytes = {}, 0
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"part-{number}"
+        return self.folder / f"part-{number}"
 
 
 def _stored_names(source: Repository) -> set[str] | None:

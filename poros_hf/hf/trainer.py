@@ -103,11 +103,7 @@ class PorosTrainer:
         _check_range("lora_alpha", lora_alpha, 1)
         _check_share("lora_dropout", lora_dropout, 1.0)
         name = str(model_id)
-        location = {
-            "revision": revision,
-            "token": token,
-            "trust_remote_code": trust_remote_code,
-        }
+        location = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
         source = Repository(name=name, revision=revision, token=token)
         refuse_missing_folder(name)
         refuse_adapter_as_base(source)
@@ -189,23 +185,16 @@ class PorosTrainer:
             ConfigError: The checkpoint is of another job, or a number is out of range.
             PorosError: See docs/errors.md.
         """
-        counts = {
-            "steps": steps,
-            "seq_len": seq_len,
-            "batch_size": batch_size,
-            "accumulation": accumulation,
-            "logging_steps": logging_steps,
-            "save_steps": save_steps,
-        }
-        for name, number in counts.items():
-            _check_range(name, number, 1)
+        _check_counts(
+            steps=steps,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            accumulation=accumulation,
+            logging_steps=logging_steps,
+            save_steps=save_steps,
+        )
         _check_range("seed", seed, 0)
         _check_share("learning_rate", learning_rate, math.inf)
-        from datasets import Dataset
-
-        from poros_hf.hf.preparation import prepare_rows
-        from poros_hf.hf.rows import ensure_chat_template, load_rows
-
         arguments = self._arguments(
             output_dir=str(output_dir),
             max_steps=steps,
@@ -224,11 +213,21 @@ class PorosTrainer:
         checkpoint = pick_checkpoint(resume, Path(output_dir))
         if checkpoint is not None:
             check_resumable(checkpoint, self._model_id, self.config, self.lora, steps)
+        rows = self._rows(dataset, arguments, split=split, language=language)
+        return self._run(arguments, rows, checkpoint)
+
+    def _rows(self, dataset: Any, arguments: Any, *, split: str, language: str) -> Any:
+        """Read the rows, and turn into tokens what does not come as a stream."""
+        from datasets import Dataset
+
+        from poros_hf.hf.preparation import prepare_rows
+        from poros_hf.hf.rows import ensure_chat_template, load_rows
+
         rows = load_rows(dataset, split=split, language=language, token=self._location["token"])
         ensure_chat_template(self.tokenizer, rows)
         if isinstance(rows, Dataset):
             rows = prepare_rows(rows, self.tokenizer, arguments, dataset).rows
-        return self._run(arguments, rows, checkpoint)
+        return rows
 
     def save(self, folder: str | Path) -> Path:
         """Write adapter, tokenizer and poros_config.json; `poros_hf.from_pretrained` reads it.
@@ -311,6 +310,11 @@ def _known_keywords(method: Any) -> list[str]:
     parameters = inspect.signature(method).parameters.values()
     own = [item.name for item in parameters if item.kind is item.KEYWORD_ONLY]
     return [*own, *(item.name for item in fields(PorosConfig))]
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        _check_range(name, count, 1)
 
 
 def _check_range(name: str, value: Any, least: int) -> None:

@@ -7,40 +7,33 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig
-from trl import SFTConfig, SFTTrainer
 
 from poros_hf import PorosConfig, PorosStreaming, from_pretrained
 from poros_hf.hf.session import find_session
-from tests.gpu.training import clean_up
+from poros_hf.memory import OFFLOAD_STASH
+from tests.gpu.training import clean_up, make_sft_trainer
+from validation.experiments.parity.make_checkpoint import write_random
 from validation.experiments.parity.recorder import trainable
+from validation.experiments.parity.shapes import qwen_config
 
 pytestmark = pytest.mark.gpu
-TOKENS = 4096
+TOKENS, LAYERS = 4096, 24
+
+
+@pytest.fixture(scope="module")
+def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A toy of many layers, so that most of what lies between them is away at a time."""
+    config = qwen_config("toy", LAYERS)
+    folder = tmp_path_factory.mktemp("deep") / "model"
+    write_random(config, folder, torch.device("cuda"))
+    return folder
 
 
 def train(checkpoint: Path, folder: Path, **settings: Any) -> tuple[dict[str, torch.Tensor], int]:
-    """Train two steps; return the adapter, and the most that was allocated."""
+    """Train three steps; return the adapter, and the most that was allocated."""
     clean_up()
     model = from_pretrained(str(checkpoint), PorosConfig(resident_blocks=0))
-    rows = [{"input_ids": [4 + (7 * i + j) % 4000 for j in range(TOKENS)]} for i in range(2)]
-    trainer = SFTTrainer(
-        model,
-        args=SFTConfig(
-            output_dir=str(folder),
-            max_steps=2,
-            max_length=TOKENS,
-            per_device_train_batch_size=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            **settings,
-        ),
-        train_dataset=Dataset.from_list(rows),
-        peft_config=LoraConfig(r=16, target_modules="all-linear"),
-        callbacks=[PorosStreaming()],
-    )
+    trainer = make_sft_trainer(model, folder, [TOKENS] * 3, PorosStreaming(), **settings)
     session = find_session(trainer.model)
     assert session is not None
     try:
@@ -53,9 +46,10 @@ def train(checkpoint: Path, folder: Path, **settings: Any) -> tuple[dict[str, to
 
 
 def test_offloaded_boundaries_are_equal_and_leave_the_device(
-    wide_checkpoint: Path, tmp_path: Path
+    deep_checkpoint: Path, tmp_path: Path
 ) -> None:
-    kept, peak = train(wide_checkpoint, tmp_path / "kept")
-    offloaded, lower = train(wide_checkpoint, tmp_path / "offloaded", activation_offloading=True)
+    kept, peak = train(deep_checkpoint, tmp_path / "kept")
+    offloaded, lower = train(deep_checkpoint, tmp_path / "offloaded", activation_offloading=True)
     assert [name for name in kept if not torch.equal(kept[name], offloaded[name])] == []
-    assert lower <= peak
+    boundary = TOKENS * qwen_config("toy").hidden_size * 2
+    assert peak - lower > (LAYERS - OFFLOAD_STASH - 1) / 2 * boundary

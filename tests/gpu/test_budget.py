@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig
-from trl import SFTConfig, SFTTrainer
 
 from poros_hf import PorosConfig, PorosOOMError, PorosStreaming, from_pretrained
 from poros_hf.hf.session import find_session
 from poros_hf.slots import SlotState
-from tests.gpu.training import Gradients, clean_up, make_batch, streamed_model, train, unequal
+from tests.gpu.training import (
+    Gradients,
+    clean_up,
+    make_batch,
+    make_sft_trainer,
+    streamed_model,
+    train,
+    unequal,
+)
 
 pytestmark = pytest.mark.gpu
 SEQ_LEN = 512
@@ -36,23 +41,8 @@ def limited() -> Iterator[Any]:
 def run_trainer(checkpoint: Path, folder: Path, config: PorosConfig) -> PorosStreaming:
     clean_up()
     model = from_pretrained(str(checkpoint), config)
-    rows = [{"input_ids": [4 + (7 * i + j) % 4000 for j in range(SEQ_LEN)]} for i in range(6)]
     streaming = PorosStreaming()
-    trainer = SFTTrainer(
-        model,
-        args=SFTConfig(
-            output_dir=str(folder),
-            max_steps=3,
-            max_length=SEQ_LEN,
-            per_device_train_batch_size=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        ),
-        train_dataset=Dataset.from_list(rows),
-        peft_config=LoraConfig(r=16, target_modules="all-linear"),
-        callbacks=[streaming],
-    )
+    trainer = make_sft_trainer(model, folder, [SEQ_LEN] * 3, streaming)
     try:
         trainer.train()
     finally:

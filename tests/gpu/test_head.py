@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from datasets import Dataset
-from peft import LoraConfig
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
 from trl.kernels import ChunkedLogProbFunction
 
 from poros_hf import PorosConfig, PorosStreaming, from_pretrained
@@ -22,7 +19,7 @@ from poros_hf.hf.session import find_session
 from poros_hf.matrix import WEIGHT, HostMatrix
 from poros_hf.runtime import CudaRuntime, runtime_for
 from poros_hf.store import HEAD, HostStore, TensorSpec
-from tests.gpu.training import clean_up
+from tests.gpu.training import clean_up, make_sft_trainer
 from validation.experiments.parity.make_checkpoint import write_random
 from validation.experiments.parity.races import delay_stream
 from validation.experiments.parity.shapes import qwen_config
@@ -158,12 +155,18 @@ def test_reading_never_waits_on_the_host(weight: HostWeight) -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        F.embedding(ids, weight)
+        with pytest.raises(RuntimeError, match="synchroniz"):  # a wait would be seen
+            ids.cpu()
+        rows = F.embedding(ids, weight)
+        tile = None
         for start in range(0, ROWS, TILE_ROWS):
-            weight[start : start + TILE_ROWS]
-        weight.matrix.whole()
+            tile = weight[start : start + TILE_ROWS]
+        whole = weight.matrix.whole()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert tile is not None
+    assert torch.equal(rows, whole[ids])
+    assert torch.equal(tile, whole[-tile.shape[0] :])
 
 
 @pytest.fixture(scope="module")
@@ -192,25 +195,8 @@ class Memory(TrainerCallback):
 def train(checkpoint: Path, folder: Path, lengths: list[int], config: PorosConfig) -> Memory:
     """Train one row a step, in this order; return what it took."""
     memory = Memory()
-    rows = [
-        {"input_ids": [4 + (7 * i + j) % 4000 for j in range(n)]} for i, n in enumerate(lengths)
-    ]
-    streaming = PorosStreaming()
-    trainer = SFTTrainer(
-        from_pretrained(str(checkpoint), config),
-        args=SFTConfig(
-            output_dir=str(folder),
-            max_steps=len(lengths),
-            per_device_train_batch_size=1,
-            train_sampling_strategy="sequential",  # by default the longest may come last
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        ),
-        train_dataset=Dataset.from_list(rows),
-        peft_config=LoraConfig(r=16, target_modules="all-linear"),
-        callbacks=[streaming, memory],
-    )
+    model = from_pretrained(str(checkpoint), config)
+    trainer = make_sft_trainer(model, folder, lengths, PorosStreaming(), memory)
     try:
         trainer.train()
     finally:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
 
 from poros_hf import PorosConfig, from_pretrained
 from poros_hf.hf.session import find_session
@@ -76,6 +78,34 @@ def streamed_model(
         session.streamer.close()
         del model, session
         clean_up()
+
+
+def make_sft_trainer(
+    model: Any, folder: Path, lengths: list[int], *callbacks: Any, **settings: Any
+) -> SFTTrainer:
+    """Return TRL's trainer over rows of these lengths, one a step, in this order."""
+    rows = [
+        {"input_ids": [4 + (7 * i + j) % 4000 % (model.config.vocab_size - 4) for j in range(n)]}
+        for i, n in enumerate(lengths)
+    ]
+    return SFTTrainer(
+        model,
+        args=SFTConfig(
+            output_dir=str(folder),
+            max_steps=len(lengths),
+            max_length=max(lengths),
+            per_device_train_batch_size=1,
+            train_sampling_strategy="sequential",  # by default the longest may come last
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
+            **settings,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        peft_config=LoraConfig(r=16, target_modules="all-linear"),
+        callbacks=list(callbacks),
+    )
 
 
 def make_batch(model: Any, step: int, seq_len: int = 128) -> torch.Tensor:

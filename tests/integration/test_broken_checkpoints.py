@@ -134,18 +134,22 @@ def test_shards_without_an_index_are_refused(door: Callable[[Path], Any], sharde
 @pytest.mark.usefixtures("no_reading")
 @our_door
 def test_damaged_index_is_refused(door: Callable[[Path], Any], sharded: Path) -> None:
-    os.truncate(sharded / "model.safetensors.index.json", 100)
-    refused(door, sharded, "shard-index")
+    index = sharded / "model.safetensors.index.json"
+    os.truncate(index, 100)
+    error = refused(door, sharded, "shard-index")
+    assert error.details["file"] == str(index)
 
 
 @pytest.mark.usefixtures("no_reading")
 def test_damaged_shard_is_refused_when_transformers_would_ask_it_for_the_type(
     sharded: Path,
 ) -> None:
-    os.truncate(shards(sharded)[0], 50)
-    refused(
+    path = shards(sharded)[0]
+    os.truncate(path, 50)
+    error = refused(
         lambda folder: poros_hf.from_pretrained(folder, dtype="auto"), sharded, "shard-truncated"
     )
+    assert (error.details["file"], error.details["available_bytes"]) == (str(path), 50)
 
 
 def test_sound_shards_load_through_both_doors(sharded: Path) -> None:

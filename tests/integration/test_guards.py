@@ -16,6 +16,7 @@ from poros_hf import PorosStreaming
 from poros_hf.errors import TrainingGuardError, UnsupportedModelError
 from poros_hf.hf.adapter_file import check_saved_adapter
 from poros_hf.hf.session import find_session
+from poros_hf.runtime_base import HostRead
 from poros_hf.slots import SlotState
 
 
@@ -237,6 +238,74 @@ def test_training_stops_when_a_saved_adapter_is_spoiled(
     with pytest.raises(TrainingGuardError) as caught:
         trainer.train()
     assert caught.value.slug == "adapter-file"
+
+
+def test_filter_of_losses_is_off_within_steps_and_on_again_behind_them(
+    load_streamed: Callable[..., Any], make_trainer: Callable[..., Any]
+) -> None:
+    """Trainer's filter waits for every backward; evaluation and a saved args file keep it."""
+    seen: dict[str, set[bool]] = {}
+
+    class Look(TrainerCallback):
+        def note(self, event: str, args: Any) -> None:
+            seen.setdefault(event, set()).add(args.logging_nan_inf_filter)
+
+        def on_substep_end(self, args: Any, *_: Any, **__: Any) -> None:
+            self.note("within", args)
+
+        def on_pre_optimizer_step(self, args: Any, *_: Any, **__: Any) -> None:
+            self.note("within", args)
+
+        def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:
+            self.note("behind", args)
+
+        def on_save(self, args: Any, *_: Any, **__: Any) -> None:
+            self.note("behind", args)
+
+    trainer = make_trainer(
+        load_streamed(),
+        callbacks=[PorosStreaming(), Look()],
+        gradient_accumulation_steps=2,
+        save_strategy="steps",
+        save_steps=1,
+    )
+    trainer.train()
+    assert seen == {"within": {False}, "behind": {True}}
+
+
+def test_filter_of_losses_is_on_again_when_the_next_run_begins_behind_an_error(
+    load_streamed: Callable[..., Any], make_trainer: Callable[..., Any]
+) -> None:
+    class Fail(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            raise KeyError
+
+    callback = PorosStreaming()
+    trainer = make_trainer(load_streamed(), callbacks=[callback, Fail()])
+    with pytest.raises(KeyError):
+        trainer.train()
+    assert trainer.args.logging_nan_inf_filter is False
+    trainer.remove_callback(Fail)
+    trainer.train()
+    assert trainer.args.logging_nan_inf_filter is True
+
+
+def test_bad_gradient_is_never_used_though_the_host_is_ahead(
+    load_streamed: Callable[..., Any],
+    make_trainer: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loss whose answer has not arrived is waited for ahead of the optimizer."""
+    monkeypatch.setattr(HostRead, "is_done", property(lambda read: False))
+
+    class Spoil(TrainerCallback):
+        def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
+            lora_b(kwargs["model"])[6].data.fill_(math.nan)
+
+    trainer = make_trainer(load_streamed(), callbacks=[Spoil(), PorosStreaming()])
+    with pytest.raises(TrainingGuardError) as caught:
+        trainer.train()
+    assert (caught.value.slug, trainer.state.global_step) == ("loss-not-finite", 0)
 
 
 def test_loss_that_only_the_log_shows_stops_training(

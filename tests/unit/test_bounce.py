@@ -86,9 +86,14 @@ def test_wait_blocks_until_its_own_copy_is_enqueued():
 
 
 def test_wait_for_an_event_that_nobody_records_does_not_block():
-    ring, _ = make_ring()
+    ring, device = make_ring()
+    ran: list[str] = []
+    ring.submit(object(), lambda: ran.append("copy"))
     ring.wait_for(object())
     ring.drain()
+    assert ran == ["copy"]
+    ring.wait_for(object())  # behind a drain as well
+    assert device.sent == []
 
 
 def test_error_of_a_copy_reaches_who_waits_for_it():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from poros_hf import environment
 from poros_hf.environment import (
@@ -17,7 +18,9 @@ from poros_hf.environment import (
     HeapTrimmer,
     describe,
     environment_variable,
+    idle_pool_bytes,
     installed_versions,
+    private_pool_bytes,
     read_host_memory,
     read_lock_limit,
 )
@@ -76,8 +79,14 @@ def test_heap_is_trimmed_at_once_and_then_each_time_enough_was_noted(monkeypatch
 
 
 def test_heap_of_another_c_library_is_left_alone(monkeypatch):
-    monkeypatch.setattr("poros_hf.environment.ctypes.CDLL", lambda name: SimpleNamespace())
-    HeapTrimmer(1).note(1)  # no AttributeError
+    opened = []
+    monkeypatch.setattr(
+        "poros_hf.environment.ctypes.CDLL", lambda name: opened.append(name) or SimpleNamespace()
+    )
+    heap = HeapTrimmer(1)
+    heap.note(1)  # no AttributeError
+    assert opened == [None]
+    assert heap._trim(0) == 0
 
 
 @pytest.mark.parametrize(("soft", "expected"), [(65536, 65536), (resource.RLIM_INFINITY, None)])
@@ -241,3 +250,15 @@ def test_environment_variable_gets_its_old_value_back_after_an_exception(monkeyp
     with pytest.raises(KeyError), environment_variable("POROS_TEST_VARIABLE", "1"):
         raise KeyError
     assert os.environ["POROS_TEST_VARIABLE"] == "before"
+
+
+def test_private_pools_are_counted_apart_from_the_common_one(monkeypatch):
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 1000, "allocated_size": 10},
+        {"segment_pool_id": (0, 3), "total_size": 200, "allocated_size": 50},
+        {"segment_pool_id": (0, 4), "total_size": 30, "allocated_size": 0},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert (private_pool_bytes(), idle_pool_bytes()) == (0, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (private_pool_bytes(), idle_pool_bytes()) == (230, 180)
