@@ -116,7 +116,6 @@ def test_fit_finds_the_terms_that_made_the_samples(
                 "peak_bytes": estimate(shapes, workload, placement, TRUE).total,
                 "planned_peak_bytes": planned.total,
                 "layer_bytes": sum(layer_bytes(shapes, workload)),
-                "tile_bytes": 2 * head_tile_bytes(shapes),
                 "staged_head_bytes": 2 * head_tile_bytes(shapes),
                 **{f"planned_{name}_bytes": size for name, size in asdict(planned).items()},
             }

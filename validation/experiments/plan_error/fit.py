@@ -56,12 +56,6 @@ def _replayed_bytes(sample: Mapping[str, float]) -> float:
     return layer if sample["planned_graphs_bytes"] and is_decided else 0.0
 
 
-def _is_sized_by_a_layer(sample: Mapping[str, float]) -> bool:
-    """Tell whether the records' memory holds a layer's transients, or the larger tiles."""
-    layer = TERMS.graphs * TERMS.layer * sample["layer_bytes"]
-    return sample["planned_graphs_bytes"] > 0 and layer >= sample["tile_bytes"]
-
-
 def _nonnegative(rows: list[list[float]], rest: list[float]) -> list[float]:
     """Solve least squares; a column whose factor would be negative, or is empty, gets none."""
     matrix = torch.tensor(rows, dtype=torch.float64)

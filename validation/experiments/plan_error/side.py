@@ -120,7 +120,6 @@ def planned_bytes(streaming: poros_hf.PorosStreaming, model: Any, tokens: int) -
         "planned_peak_bytes": plan.device.total,
         "margin_bytes": plan.margin_bytes,
         "layer_bytes": sum(layer_bytes(shapes, workload)),
-        "tile_bytes": 2 * head_tile_bytes(shapes) if shapes.can_stream_head else 0,
         "staged_head_bytes": 0 if plan.is_head_resident else 2 * head_tile_bytes(shapes),
         **{f"planned_{name}_bytes": size for name, size in asdict(plan.device).items()},
     }
