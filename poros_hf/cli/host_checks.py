@@ -83,7 +83,7 @@ def check_packages() -> Finding:
         return Finding(
             name="packages",
             status="problem",
-            text=f"{', '.join(wrong)}",
+            text=", ".join(wrong),
             advice="pip install --upgrade poros-hf",
             numbers=dict(versions),
         )
